@@ -1,0 +1,260 @@
+"""What a run is told: one strict pydantic model a concern. Light to import (no torch), so that a plan is checked at once.
+
+Every field that changes a result has its place here and in the report's protocol table. An unknown key is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Strict(BaseModel):
+    """Base of all configuration: unknown keys are refused, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Strict):
+    """The policy. Either a built-in tiny model, made from code and a seed, or a Hugging Face folder or name."""
+
+    builtin: str | None = Field(
+        None, description="name of a built-in model, e.g. tiny-qwen3-vl-moe"
+    )
+    builtin_seed: int = Field(0, description="seed of the built-in model's initial weights")
+    path: str | None = Field(None, description="Hugging Face folder or name, where not built in")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="precision of the forward pass"
+    )
+    max_length: int = Field(
+        128, gt=0, description="longest trajectory in tokens, prompt and images included"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.builtin is None) == (self.path is None):
+            raise ValueError("give exactly one of model.builtin and model.path")
+        return self
+
+
+class TaskConfig(Strict):
+    """Where prompts come from and how answers are graded."""
+
+    source: str = Field(
+        description="built-in task (shapes), or a .jsonl, .parquet or Hugging Face folder of rows"
+    )
+    agent: str = Field(
+        "single_turn", description="agent program: a built-in name or 'package.module:Class'"
+    )
+    variant: dict[str, int | float | str | bool] = Field(
+        default_factory=dict, description="parameters of a built-in task"
+    )
+    train_items: int = Field(
+        4096, gt=0, description="training items of a built-in task; a file's rows are all used"
+    )
+    eval_items: int = Field(
+        256, gt=0, description="held-out items, the same for every run, arm and seed"
+    )
+
+
+class SamplingConfig(Strict):
+    """The behaviour distribution. Every field is sent to the engine and applied to the training logits alike."""
+
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(8, gt=0)
+    stop_at_eos: bool = True
+
+
+class RolloutConfig(Strict):
+    """How trajectories are collected."""
+
+    groups_per_step: int = Field(16, gt=0, description="prompts (groups) in one training batch")
+    samples_per_prompt: int = Field(8, gt=0)
+    sampling: SamplingConfig = SamplingConfig()
+    drop_zero_variance: bool = Field(
+        False, description="drop groups whose rewards are all equal, dispatch others instead"
+    )
+
+
+class CorrectionConfig(Strict):
+    """Importance correction for the difference between the sampling and the training policy (lag and numerics)."""
+
+    level: Literal["off", "token"] = "token"
+    mode: Literal["truncate", "clip", "mask"] = "truncate"
+    low: float = Field(0.0, ge=0)
+    high: float = Field(2.0, gt=0)
+
+
+class AlgorithmConfig(Strict):
+    """Estimator and loss, by name."""
+
+    advantage: str = Field(
+        "grpo", description="grpo | reinforce_pp | a name registered from a user's file"
+    )
+    loss: str = Field("clipped", description="clipped | a name registered from a user's file")
+    plugins: tuple[str, ...] = Field(
+        (), description="Python files that register estimators or losses"
+    )
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.28, ge=0)
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of REINFORCE++")
+    kl_coef: float = Field(
+        0.0, ge=0, description="per-token KL penalty in the reward of REINFORCE++; 0 is off"
+    )
+    proximal: Literal["current", "rollout"] = Field(
+        "current",
+        description="old policy of the clipped ratio: the policy before this step (recomputed) or the behaviour policy",
+    )
+    correction: CorrectionConfig = CorrectionConfig()
+    aggregation: Literal["token_mean"] = "token_mean"
+
+    @model_validator(mode="after")
+    def _no_double_correction(self) -> AlgorithmConfig:
+        if self.proximal == "rollout" and self.correction.level != "off":
+            raise ValueError(
+                "algorithm.proximal: rollout already divides by the behaviour policy; set algorithm.correction.level: off, "
+                "or algorithm.proximal: current to keep the correction"
+            )
+        return self
+
+
+class OptimizerConfig(Strict):
+    """One frozen AdamW specification, read by every backend."""
+
+    lr: float = Field(1e-3, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    decay_filter: Literal["matrices", "all"] = Field(
+        "matrices", description="matrices: tensors of two or more dimensions"
+    )
+    clip_norm: float = Field(
+        1.0, gt=0, description="bound on the global L2 norm over all parameters, over all ranks"
+    )
+    schedule: Literal["constant", "linear"] = Field(
+        "constant", description="linear: falls to 0 at the last step"
+    )
+    warmup_steps: int = Field(0, ge=0)
+    steps_per_batch: Literal[1] = Field(1, description="optimiser steps a batch")
+
+
+class LoopConfig(Strict):
+    """The asynchronous loop."""
+
+    steps: int = Field(150, gt=0, description="training steps (batches consumed)")
+    schedule: Literal["free", "lockstep"] = Field(
+        "free", description="lockstep: fixed order, batch by batch"
+    )
+    max_staleness: int = Field(
+        1, ge=0, description="largest lag in versions; 0 is synchronous, strictly on-policy"
+    )
+
+
+class EvaluationConfig(Strict):
+    """Held-out evaluation on fixed items."""
+
+    every: int = Field(
+        25, gt=0, description="steps between evaluations; the last step is always evaluated"
+    )
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+
+
+class ProbeConfig(Strict):
+    """Fresh tokens of the new version, scored by the trainer after a refit (invariant 4)."""
+
+    every: int = Field(1, gt=0, description="refits between probes")
+    tokens: int = Field(256, ge=1, description="least action tokens scored by a probe")
+    tie_gap: float = Field(
+        1e-5,
+        ge=0,
+        description="router scores closer than this are a tie; tokens from it on are left out",
+    )
+
+
+class WarmupConfig(Strict):
+    """A short supervised warm-up that makes the initial checkpoint which all arms and seeds share."""
+
+    steps: int = Field(150, gt=0)
+    rows_per_step: int = Field(32, gt=0)
+    true_label_fraction: float = Field(
+        0.4, ge=0, le=1, description="share of rows with the right answer, else a random one"
+    )
+    lr: float = Field(1e-3, gt=0)
+    seed: int = 0
+
+
+class EngineConfig(Strict):
+    """Generation engines (vLLM). Part of the protocol: no arm may differ here."""
+
+    count: int = Field(1, gt=0)
+    tensor_parallel: int = Field(1, gt=0)
+    device: Literal["cpu", "cuda"] = "cpu"
+    kv_cache_blocks: int | None = Field(
+        256, gt=0, description="KV cache size in blocks; none lets vLLM choose"
+    )
+    max_sequences: int = Field(128, gt=0, description="most sequences decoded together")
+    threads: int = Field(1, gt=0, description="CPU threads of an engine")
+
+
+class TrainerConfig(Strict):
+    """What an arm may choose: the trainer and its layout."""
+
+    backend: str = Field(
+        "fsdp2", description="fsdp2, or 'package.module:Class' of another TrainBackend"
+    )
+    world_size: int = Field(1, gt=0)
+    micro_batch_rows: int = Field(
+        64, gt=0, description="trajectories in one forward and backward pass on a rank"
+    )
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: int = Field(1, gt=0, description="CPU threads of a rank")
+    layout: dict[str, int] = Field(
+        default_factory=dict,
+        description="parallel degrees that a backend names, e.g. tensor_parallel, expert_parallel",
+    )
+
+
+class RunConfig(Strict):
+    """One run, resolved: the protocol, the arm's trainer, the seed. ``python -m molt_core.train`` reads this as YAML."""
+
+    model: ModelConfig
+    task: TaskConfig
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loop: LoopConfig = LoopConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    probe: ProbeConfig = ProbeConfig()
+    warmup: WarmupConfig | None = None
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    seed: int = Field(
+        0, ge=0, description="data order, task instances and request seeds; never initial weights"
+    )
+
+    @model_validator(mode="after")
+    def _correction_where_off_policy(self) -> RunConfig:
+        algorithm = self.algorithm
+        if (
+            self.loop.max_staleness > 0
+            and algorithm.correction.level == "off"
+            and algorithm.proximal != "rollout"
+        ):
+            raise ValueError(
+                f"loop.max_staleness {self.loop.max_staleness} trains on off-policy data without correction; set "
+                "algorithm.correction.level: token, or loop.max_staleness: 0"
+            )
+        if self.algorithm.advantage == "grpo" and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                "algorithm.advantage: grpo compares samples of a prompt; set rollout.samples_per_prompt to 2 or more"
+            )
+        return self
+
+
+def load_run_config(path: str | Path) -> RunConfig:
+    """Read a resolved run configuration. Raises pydantic.ValidationError with the key at fault."""
+    with open(path) as file:
+        return RunConfig.model_validate(yaml.safe_load(file))

@@ -1,0 +1,85 @@
+"""TrainBackend: the one thing in which two arms of a trainer comparison differ.
+
+A backend owns a model, its sharding and its optimiser. It turns a micro-batch into logits at the predicting positions,
+runs backward, steps, and gives its weights out under their Hugging Face names. Everything between logits and loss
+(temperature, excluded ids, correction, loss, denominators) is shared code in ``train/objective.py``.
+
+Every method is called on every rank, in the same order: all of them may be collective.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from molt_core.train.collate import MicroBatch
+
+
+@runtime_checkable
+class TrainBackend(Protocol):
+    """One rank of a trainer. torch.distributed is initialised (gloo on CPU, NCCL on GPU) before construction.
+
+    Construction: ``Backend(checkpoint: Path, model: ModelConfig, optimizer: OptimizerConfig, trainer: TrainerConfig,
+    total_steps: int)`` loads the Hugging Face folder ``checkpoint``. It raises ValueError for a field of the optimiser or the
+    layout that it cannot honour.
+    """
+
+    data_rank: int
+    """This rank's place among the ranks that see different rows (ranks of one tensor-parallel group share it)."""
+    data_size: int
+    """Number of different shares that the rows of a batch are cut into."""
+
+    def action_logits(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Raw logits ``[N, vocabulary]`` float32 at the positions that predict the N action tokens of ``micro_batch``.
+
+        Row n belongs to ``micro_batch.action_ids[n]``: it is the output at column ``action_columns[n] - 1``.
+        """
+        ...
+
+    def router_gap(self) -> torch.Tensor | None:
+        """``[B, T]`` float32 for the last forward: least (k-th minus (k+1)-th) router score over the layers.
+
+        Router score: the router's softmax probability, float32. None where the model has no router.
+        """
+        ...
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Accumulate the gradient of ``loss`` (this rank's sum over the global denominator).
+
+        After ``is_last`` each gradient is the SUM over the data ranks, not their mean. With micro-batches left to come,
+        synchronisation may be put off.
+        """
+        ...
+
+    def optimizer_step(self) -> float:
+        """Clip to the global norm, step AdamW and the schedule, clear gradients; returns the norm before clipping."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights under their Hugging Face in-memory names, shapes and dtypes, the same on every rank.
+
+        Tied weights appear once. A generator: at most one whole tensor is alive at a time.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write model and optimiser state so that ``load`` on the same layout goes on exactly."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+def backend_class(name: str) -> type[TrainBackend]:
+    """The class behind ``trainer.backend``. Raises ValueError that names the choices."""
+    name = {"fsdp2": "molt_core.train.fsdp2:FSDP2Backend"}.get(name, name)
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"trainer.backend {name!r} is neither 'fsdp2' nor 'package.module:Class'")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"trainer.backend {name!r} cannot be imported: {error}") from error
