@@ -36,7 +36,7 @@ def _define_missing_operators(package: Path) -> None:
     try:
         for library in package.glob("_C*.so"):
             torch.ops.load_library(str(library))
-        torch.ops.torchvision.nms  # noqa: B018: an attribute access is the existence test
+        torch.ops.torchvision.nms  # noqa: B018
     except (OSError, AttributeError, RuntimeError):
         for schema in _SCHEMAS:
             torch.library.define(
