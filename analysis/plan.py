@@ -1,0 +1,290 @@
+"""The plan of an experiment, frozen before its first run: what is measured, against which margin, on which runs.
+
+A margin chosen after seeing the data proves nothing, so ``freeze`` writes ``plan.json`` once, at the first submit. The
+same plan later is a no-op; a different one is kept as an amendment that says what changed and which runs were done by
+then, and the report shows it.
+
+    plan = Plan(experiment="moe_vl", endpoints=[...], ...)
+    plan = freeze(plan, "runs/moe_vl/tiny/plan.json")
+    plan = Plan.load("runs/moe_vl/tiny/plan.json")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_VERSION = 1
+STEPS = "steps"
+"""Pseudo-field of a rate: the number of steady steps, so that ``wall_s / steps`` is seconds a step."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read or honoured; the message names the file and the key."""
+
+
+class Strict(BaseModel):
+    """Base of the plan's models: unknown keys are refused, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Rate(Strict):
+    """Total over total across steady steps, never a mean of ratios. ``steps`` counts the steps themselves."""
+
+    numerator: Annotated[tuple[str, ...], Field(min_length=1)]
+    denominator: Annotated[tuple[str, ...], Field(min_length=1)]
+
+    def __str__(self) -> str:
+        return f"({' + '.join(self.numerator)}) / ({' + '.join(self.denominator)})"
+
+
+class Endpoint(Strict):
+    """One number a run, and how large a difference between two arms would matter."""
+
+    name: str
+    field: str | Rate = Field(description="a metrics.jsonl field, or a rate of several")
+    summary: Literal["at_last_step", "final_window_mean", "total_rate", "auc"]
+    window: int | None = Field(None, gt=0, description="records of final_window_mean")
+    unit: str
+    direction: Literal["higher", "lower"] = Field(description="which way is better")
+    margin: float = Field(gt=0, description="largest difference that does not matter")
+    margin_reason: str = Field(min_length=1, description="one sentence: why this margin")
+    scale: Literal["absolute", "ratio"] = Field(
+        description="absolute: margin in the unit; ratio: margin 0.1 is [1/1.1, 1.1]"
+    )
+    primary: bool = False
+    non_inferiority: bool = Field(False, description="declared in advance, one-sided claim")
+    ceiling: float | None = Field(None, description="best reachable value, e.g. 1.0 of an accuracy")
+
+    @model_validator(mode="after")
+    def _summary_fits_field(self) -> Endpoint:
+        if (self.summary == "total_rate") != isinstance(self.field, Rate):
+            raise ValueError(
+                f"endpoint {self.name}: summary total_rate needs field: {{numerator: [...], denominator: [...]}}, "
+                f"and the other summaries need one field name; got {self.summary} of {self.field}"
+            )
+        if (self.summary == "final_window_mean") != (self.window is not None):
+            raise ValueError(
+                f"endpoint {self.name}: window belongs to final_window_mean and is required there"
+            )
+        return self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every metrics field the endpoint reads."""
+        if isinstance(self.field, str):
+            return (self.field,)
+        names = self.field.numerator + self.field.denominator
+        return tuple(name for name in names if name != STEPS)
+
+    @property
+    def kind(self) -> Literal["speed", "learning"]:
+        """Speed where a duration enters, learning otherwise: other checks guard each."""
+        return "speed" if any(name.endswith("_s") for name in self.fields) else "learning"
+
+    @property
+    def includes_waiting(self) -> bool:
+        """True where the trainer's wait for generation is part of the measured time."""
+        return any(name in ("wall_s", "t_wait_s") for name in self.fields)
+
+
+class Arm(Strict):
+    """A system under comparison. Differences read "arm minus baseline"."""
+
+    name: str
+    role: Literal["baseline", "candidate"]
+
+
+class ExclusionRules(Strict):
+    """Which steps a rate leaves out, fixed in advance and equal for every arm."""
+
+    warmup_steps: int = Field(5, ge=0, description="first steps of a run")
+    after_resume_steps: int = Field(2, ge=0, description="first steps of every later attempt")
+    exclude_evaluation: bool = Field(False, description="steps that evaluated")
+    exclude_checkpoint: bool = Field(False, description="steps that wrote a checkpoint")
+
+
+class LostRunRule(Strict):
+    """When lost runs refuse a comparison: a mean over survivors flatters the arm that lost its worst."""
+
+    max_lost: int = Field(1, ge=0, description="most runs an arm may lose")
+    fisher_p: float = Field(0.2, ge=0, le=1, description="uneven loss below this p refuses")
+
+
+class ValidityBounds(Strict):
+    """The bounds of the validity checks, declared with the plan so that no run can move them."""
+
+    mismatch_p99: float = Field(1e-5, gt=0, description="nats, 99th percentile of the probe")
+    mismatch_max: float = Field(1e-3, gt=0, description="nats, maximum of the probe")
+    mismatch_tokens: int = Field(256, gt=0, description="least tokens of a probe")
+    tied_share: float = Field(1e-3, gt=0, description="largest share of router-tied tokens")
+    kept_fraction: float = Field(0.5, gt=0, le=1, description="least mean share of samples kept")
+    waiting_share: float = Field(0.3, gt=0, le=1, description="above it a step time is insensitive")
+
+
+class PlannedRun(Strict):
+    """What a run folder is for."""
+
+    system: str
+    seed: int
+    identity: str
+
+
+class Amendment(Strict):
+    """A change of the plan after it was frozen. ``diff`` maps a dotted key to [before, after]."""
+
+    time: datetime
+    diff: dict[str, tuple[Any, Any]]
+    runs_done: tuple[str, ...]
+
+
+class Plan(Strict):
+    """Everything that must be decided before the first number is seen."""
+
+    schema_version: int = SCHEMA_VERSION
+    experiment: str
+    question: str
+    scale: str
+    endpoints: tuple[Endpoint, ...]
+    arms: tuple[Arm, ...]
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)]
+    exclusion: ExclusionRules = ExclusionRules()
+    lost_run_rule: LostRunRule = LostRunRule()
+    validity: ValidityBounds = ValidityBounds()
+    alpha: float = Field(0.05, gt=0, lt=0.5)
+    pairing_unit: str | None = Field(None, description="none: independent runs, Welch's test")
+    identities: dict[str, PlannedRun] = Field(
+        default_factory=dict, description="run folder name -> what it is for"
+    )
+    order: tuple[str, ...] = Field((), description="run folder names in the order submitted")
+    created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+    amendments: tuple[Amendment, ...] = ()
+
+    @model_validator(mode="after")
+    def _complete(self) -> Plan:
+        _require_unique("endpoints", [endpoint.name for endpoint in self.endpoints])
+        _require_unique("arms", [arm.name for arm in self.arms])
+        _require_unique("seeds", list(self.seeds))
+        if not 1 <= len(self.primaries) <= 2:
+            raise ValueError(
+                f"endpoints: one or two must be primary: true, {len(self.primaries)} are; the others are exploratory"
+            )
+        if sum(arm.role == "baseline" for arm in self.arms) != 1 or len(self.arms) < 2:
+            raise ValueError(
+                "arms: exactly one needs role: baseline, and at least one role: candidate"
+            )
+        names = {arm.name for arm in self.arms}
+        for folder, run in self.identities.items():
+            if run.system not in names or run.seed not in self.seeds:
+                raise ValueError(
+                    f"identities.{folder}: system {run.system}, seed {run.seed} is not in arms x seeds"
+                )
+        return self
+
+    @property
+    def primaries(self) -> tuple[Endpoint, ...]:
+        return tuple(endpoint for endpoint in self.endpoints if endpoint.primary)
+
+    @property
+    def baseline(self) -> str:
+        return next(arm.name for arm in self.arms if arm.role == "baseline")
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        return tuple(arm.name for arm in self.arms if arm.role == "candidate")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a frozen plan. Raises PlanError that names the file where it is absent or not a plan."""
+        path = Path(path)
+        if not path.is_file():
+            raise PlanError(f"{path}: no frozen plan; `python -m harness.submit` writes it")
+        try:
+            plan = cls.model_validate_json(path.read_text())
+        except ValueError as error:
+            raise PlanError(f"{path}: not a plan: {error}") from error
+        if plan.schema_version != SCHEMA_VERSION:
+            raise PlanError(
+                f"{path}: schema_version {plan.schema_version}, this code reads {SCHEMA_VERSION}"
+            )
+        return plan
+
+    def content(self) -> dict[str, Any]:
+        """What the plan promises: all of it but when it was written and how it was amended."""
+        return self.model_dump(mode="json", exclude={"created", "amendments"})
+
+
+def freeze(plan: Plan, path: str | Path) -> Plan:
+    """Write ``plan`` at the first submit; later keep the frozen one, with an amendment where the new one differs.
+
+    Returns the plan that now stands. The folder of ``path`` holds the run folders; those with done.json are named in
+    the amendment.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        draft = _write_beside(plan, path)
+        try:
+            os.link(draft, path)  # unlike a rename, fails where another submit was first
+            return plan
+        except FileExistsError:
+            pass  # that plan stands: compare with it below
+        finally:
+            draft.unlink()
+    frozen = Plan.load(path)
+    diff = _differences(frozen.content(), plan.content())
+    if not diff:
+        return frozen
+    amendment = Amendment(
+        time=datetime.now(UTC).replace(microsecond=0),
+        diff=diff,
+        runs_done=tuple(sorted(done.parent.name for done in path.parent.glob("*/done.json"))),
+    )
+    amended = plan.model_copy(
+        update={"created": frozen.created, "amendments": (*frozen.amendments, amendment)}
+    )
+    os.replace(_write_beside(amended, path), path)
+    return amended
+
+
+def _write_beside(plan: Plan, path: Path) -> Path:
+    """A complete temporary file in the same folder, so that a reader never sees half a plan."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as file:
+        json.dump(plan.model_dump(mode="json"), file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(name, 0o644)
+    return Path(name)
+
+
+def _differences(before: Any, after: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (before, after) of every leaf that differs; None where a side lacks it."""
+    if before == after:
+        return {}
+    if isinstance(before, list) and isinstance(after, list) and _named(before) and _named(after):
+        before, after = ({item["name"]: item for item in side} for side in (before, after))
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return {key: (before, after)}
+    diff: dict[str, tuple[Any, Any]] = {}
+    for name in [*before, *(name for name in after if name not in before)]:
+        diff |= _differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    return diff
+
+
+def _named(items: list[Any]) -> bool:
+    """True for a list of objects with a name, which is compared by name and not by position."""
+    return bool(items) and all(isinstance(item, dict) and "name" in item for item in items)
+
+
+def _require_unique(key: str, values: list[Any]) -> None:
+    repeated = sorted({str(value) for value in values if values.count(value) > 1})
+    if repeated:
+        raise ValueError(f"{key}: {', '.join(repeated)} appears more than once")
