@@ -1,0 +1,197 @@
+"""From a model's description to a Hugging Face folder, from a folder to a policy, and back to a folder.
+
+A folder holds everything a run needs besides code: config, weights (published expert layout), tokenizer, processor and
+chat template. Whatever the trainers and the engine must agree on is read from it here, once: dtype, ids never sampled, end
+of turn, content hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from molt_core.config import ModelConfig
+from molt_core.models.layout import to_published
+
+WEIGHTS_FILE = "model.safetensors"
+END_OF_TURN = "<|im_end|>"
+
+
+def _builtin_models() -> dict[str, Callable[[Path, int], Path]]:
+    from molt_core.models.tiny import build_tiny_qwen3_vl_moe
+
+    return {"tiny-qwen3-vl-moe": build_tiny_qwen3_vl_moe}
+
+
+def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
+    """The policy's folder. A built-in model is built under ``cache_dir`` once; a folder that exists is returned as it is.
+
+    Raises ValueError for an unknown built-in name and FileNotFoundError for a path that is no model folder.
+    """
+    if model.builtin is None:
+        folder = Path(model.path)
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"model.path: {folder} is not a Hugging Face model folder (no config.json); download the model first and give "
+                "its folder"
+            )
+        return folder
+    builders = _builtin_models()
+    if model.builtin not in builders:
+        raise ValueError(
+            f"model.builtin: {model.builtin!r} is unknown; choose one of {sorted(builders)}"
+        )
+    target = Path(cache_dir) / f"{model.builtin}-seed{model.builtin_seed}"
+    if not target.exists():
+        with atomic_folder(target) as folder:
+            builders[model.builtin](folder, model.builtin_seed)
+    return target
+
+
+class atomic_folder:
+    """Context manager: a scratch folder beside ``target`` that becomes ``target`` when the block succeeds.
+
+    Where two processes make the same folder, the first to finish wins and the other's work is dropped.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = Path(target)
+
+    def __enter__(self) -> Path:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.scratch = Path(
+            tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent)
+        )
+        self.scratch.chmod(0o755)
+        return self.scratch
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is None:
+            try:
+                os.rename(self.scratch, self.target)
+                return
+            except OSError:
+                if not self.target.is_dir():
+                    raise
+        shutil.rmtree(self.scratch)
+
+
+def load_policy(folder: Path, dtype: str | torch.dtype = "float32") -> torch.nn.Module:
+    """The transformers model of ``folder``: in-memory expert layout, sdpa attention, grouped matrix products for experts."""
+    from transformers import AutoModelForImageTextToText
+
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        folder,
+        dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+        attn_implementation="sdpa",
+        experts_implementation="grouped_mm",
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    problems = {
+        kind: sorted(map(str, info[kind]))
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info[kind]
+    }
+    if problems:
+        raise ValueError(f"{folder}: weights do not fit the model of its config.json: {problems}")
+    return model
+
+
+def write_weights(named_weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write in-memory weights as ``model.safetensors`` in the published layout."""
+    tensors = {
+        name: to_published(name, tensor.detach().cpu()).clone(memory_format=torch.contiguous_format)
+        for name, tensor in named_weights
+    }
+    save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def save_policy(
+    weights: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+    source_folder: Path,
+    out_folder: Path,
+) -> Path:
+    """Write ``weights`` (in-memory layout) with the config, tokenizer and processor of ``source_folder``."""
+    source_folder, out_folder = Path(source_folder), Path(out_folder)
+    out_folder.mkdir(parents=True, exist_ok=True)
+    for file in source_folder.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy2(file, out_folder / file.name)
+    if isinstance(weights, torch.nn.Module):
+        weights = weights.state_dict().items()
+    write_weights(weights, out_folder)
+    return out_folder
+
+
+def iterate_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of a folder in the order of names, in their layout on disk, one at a time."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no .safetensors file; convert the checkpoint first")
+    where = {}
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            where.update(dict.fromkeys(handle.keys(), file))
+    for name in sorted(where):
+        with safe_open(where[name], framework="pt") as handle:
+            yield name, handle.get_tensor(name)
+
+
+def content_hash(folder: Path) -> str:
+    """sha256 over the tensors by name (name, dtype, shape, bytes): equal weights hash alike however the files are cut."""
+    digest = hashlib.sha256()
+    for name, tensor in iterate_weights(folder):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def eos_token_id(folder: Path) -> int:
+    """The id that ends an assistant's turn: the one token besides ordinary text that may be sampled."""
+    token_id = _tokenizer(folder).token_to_id(END_OF_TURN)
+    if token_id is None:
+        raise ValueError(
+            f"{folder}: the tokenizer has no {END_OF_TURN}; only Qwen-style chat models are supported"
+        )
+    return token_id
+
+
+def excluded_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that must never be sampled, sorted: special tokens but the end of turn, and rows of the vocabulary without a token.
+
+    A sampled placeholder would be taken for an image by the next forward pass; a row without a token cannot be decoded. The
+    engine and the training softmax get this same list, so that both speak of one distribution.
+    """
+    tokenizer = _tokenizer(folder)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    vocabulary = config.get("text_config", config)["vocab_size"]
+    known = set(tokenizer.get_vocab(with_added_tokens=True).values())
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    placeholders = {
+        value
+        for key, value in config.items()
+        if key.endswith("_token_id") and key != "eos_token_id"
+    }
+    excluded = (
+        (set(range(vocabulary)) - known) | special | {p for p in placeholders if isinstance(p, int)}
+    )
+    return tuple(sorted(i for i in excluded - {eos_token_id(folder)} if i < vocabulary))
+
+
+def _tokenizer(folder: Path):
+    from tokenizers import Tokenizer
+
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder}: no tokenizer.json")
+    return Tokenizer.from_file(str(file))

@@ -1,0 +1,194 @@
+"""A whole Qwen3-VL-MoE policy from code and a seed: config, weights, tokenizer, image processor and chat template.
+
+Small enough to train in minutes on one CPU thread, and the real architecture in every part that goes wrong in practice:
+routed experts, grouped-query attention with q/k norms, interleaved multimodal RoPE, a vision tower with deepstack, placeholder
+tokens, a vocabulary padded beyond the tokenizer. Nothing is downloaded; the same seed gives the same tensors.
+
+    python -m molt_core.models.tiny FOLDER [SEED]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from molt_core.models.layout import check_layout_is_decidable
+from molt_core.models.load import write_weights
+
+HIDDEN, EXPERT, HEAD_DIM, PATCH = 64, 96, 32, 8
+VOCABULARY = 384
+"""Rows of the embedding: more than the tokenizer has, as in the published models; the surplus must never be sampled."""
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'text' -%}{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+_WORDS = """
+    what color is the square? name colors of all squares from left to right larger smaller top bottom
+    red green blue grey yellow purple orange cyan , . system user assistant
+""".split()
+
+
+def build_tiny_qwen3_vl_moe(folder: Path, seed: int = 0) -> Path:
+    """Write the policy's complete Hugging Face folder, weights in the published expert layout; returns ``folder``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    config = _config(tokenizer)
+    model = Qwen3VLMoeForConditionalGeneration._from_config(config, dtype=torch.float32)
+    _initialise(model, seed)
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    _processor(tokenizer).save_pretrained(folder)
+    write_weights(model.state_dict().items(), folder)
+    return folder
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose merges make each word of the built-in tasks one token; any other text falls back to bytes."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL_TOKENS) - 1,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        [prefix + word for word in _WORDS for prefix in ("", " ", " ")] * 2, trainer
+    )
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
+    check_layout_is_decidable(HIDDEN, EXPERT)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    return Qwen3VLMoeConfig(
+        architectures=["Qwen3VLMoeForConditionalGeneration"],
+        dtype="float32",
+        text_config=dict(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            moe_intermediate_size=EXPERT,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=HEAD_DIM,
+            num_experts=8,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,  # not read by transformers, which always renormalises; read by vLLM
+            max_position_embeddings=1024,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=False,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=10_000.0,
+                mrope_section=[6, 5, 5],
+                mrope_interleaved=True,
+            ),
+            pad_token_id=ids["<|endoftext|>"],
+            bos_token_id=None,
+            eos_token_id=ids["<|im_end|>"],
+            dtype="float32",
+        ),
+        vision_config=dict(
+            depth=2,
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_heads=2,
+            patch_size=PATCH,
+            temporal_patch_size=2,
+            spatial_merge_size=2,
+            out_hidden_size=HIDDEN,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0, 1],
+            dtype="float32",
+        ),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+
+
+def _processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
+    geometry = dict(
+        patch_size=PATCH,
+        temporal_patch_size=2,
+        merge_size=2,
+        size={"shortest_edge": 16 * 16, "longest_edge": 128 * 128},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**geometry),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**geometry),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+@torch.no_grad()
+def _initialise(model: torch.nn.Module, seed: int) -> None:
+    """Norms one, biases zero, everything else N(0, 0.02^2), drawn in the order of names.
+
+    Written out rather than left to the library, so that the seed alone decides the tensors.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+if __name__ == "__main__":
+    print(build_tiny_qwen3_vl_moe(Path(sys.argv[1]), *map(int, sys.argv[2:3])))
