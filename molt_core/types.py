@@ -112,7 +112,7 @@ class Trajectory:
             raise ContractError(
                 "Trajectory.logprobs is not finite at an action: the engine returned no log-probability"
             )
-        if (self.logprobs[action] > 0).any():
+        if (self.logprobs[action] > 1e-5).any():
             raise ContractError(
                 "Trajectory.logprobs is positive at an action: not a log-probability"
             )

@@ -20,9 +20,9 @@ class MicroBatch:
     """B rows of at most T tokens, and their N action tokens in row order.
 
     token_ids ``[B, T]`` int64; attention_mask ``[B, T]`` bool; position_ids ``[3, B, T]`` int64 (time, height, width);
-    image_mask ``[B, T]`` bool, True at image placeholders; patches ``[P, patch_dim]`` float32 and grid_thw ``[images, 3]`` int64,
-    images in row order, or None without images. Action tokens, all ``[N]``: action_rows, action_columns, action_ids int64,
-    behaviour_logprobs float32, advantages float32.
+    image_mask ``[B, T]`` bool, True at image placeholders; patches ``[P, patch_dim]`` float32 and grid_thw ``[images, 3]``
+    int64, images in row order, or None without images. Action tokens, all ``[N]``: action_rows, action_columns, action_ids
+    int64, behaviour_logprobs float32, advantages float32.
     """
 
     token_ids: torch.Tensor

@@ -1,0 +1,249 @@
+"""The one asynchronous loop: agents generate, the trainer steps, the engines are refitted, all at once.
+
+    dispatch -> [engines: agents generate] -> pool -> batch -> [trainer: one step] -> refit -> probe -> dispatch
+
+The engines go on generating while the trainer steps; a refit freezes requests where they are, and they go on under
+the new weights. Synchronous training is this loop with ``max_staleness: 0``, lockstep is this loop with a fixed order. The
+loop keeps the books (``rollout/pool.py``) and stops where they do not close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from molt_core import metrics
+from molt_core.algo.advantages import advantages
+from molt_core.config import RunConfig
+from molt_core.rollout.pool import BooksError, Pool
+from molt_core.rollout.worker import RolloutWorker
+from molt_core.train.worker import ProbeResult, TrainerGroup
+from molt_core.types import Batch, ContractError, Group
+
+FUTILE_BATCHES = 8
+"""Batches' worth of groups dropped in a row, without one kept, after which a run gives up."""
+
+
+class Diverged(RuntimeError):
+    """Loss or gradient norm is not finite."""
+
+
+class EverythingDropped(RuntimeError):
+    """No group survives the filters; training on nothing would look like a run."""
+
+
+class Loop:
+    """One run. ``await Loop(...).run()`` trains ``config.loop.steps`` steps and leaves its record in ``writer``."""
+
+    def __init__(self, config: RunConfig, checkpoint: Path, writer: metrics.RunWriter) -> None:
+        self.config, self.checkpoint, self.writer = config, checkpoint, writer
+        self.pool = Pool(config.rollout, config.loop)
+        self.changed = asyncio.Event()
+        self.tasks: set[asyncio.Task] = set()
+        self.dropped_in_a_row = 0
+        self.failure: BaseException | None = None
+        self.reward_sums = metrics.RewardSums()
+
+    async def run(self) -> None:
+        self.writer.heartbeat("starting", 0)
+        await self._start()
+        try:
+            self.step_started = time.time()
+            await self._refit()
+            probe = await self._probe()
+            self.writer.record(
+                {"step": 0, "phase": "initial", **metrics.probe(probe), **await self._evaluate()}
+            )
+            self._dispatch()
+            for step in range(1, self.config.loop.steps + 1):
+                self.writer.heartbeat("training", step - 1)
+                await self._step(step)
+            await self._close_books()
+        finally:
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.gather(*(worker.shutdown.remote() for worker in self.workers))
+        self.writer.heartbeat("finished", self.config.loop.steps)
+
+    async def _start(self) -> None:
+        """Bring up engines and trainer side by side and connect them."""
+        engine = self.config.engine
+        gpus = engine.tensor_parallel if engine.device == "cuda" else 0
+        threads = {"OMP_NUM_THREADS": str(engine.threads)}
+        remote = ray.remote(
+            num_cpus=1, num_gpus=gpus, max_concurrency=1000, runtime_env={"env_vars": threads}
+        )(RolloutWorker)
+        self.workers = [remote.remote(self.config, self.checkpoint) for _ in range(engine.count)]
+        self.trainer, *_ = await asyncio.gather(
+            TrainerGroup.start(self.config, self.checkpoint),
+            *(worker.start.remote() for worker in self.workers),
+        )
+        await self.trainer.connect(self.workers, engine.tensor_parallel)
+
+    # Generation
+
+    def _dispatch(self) -> None:
+        for index in self.pool.dispatch():
+            worker = self.workers[index % len(self.workers)]
+            task = asyncio.create_task(self._generate(worker, index, self.pool.version))
+            self.tasks.add(task)
+            task.add_done_callback(self._generated)
+
+    async def _generate(self, worker: Any, index: int, version: int) -> Group:
+        return await worker.rollout.remote(index, version)
+
+    def _generated(self, task: asyncio.Task) -> None:
+        """A group has arrived: book it, replace it where it was dropped, wake the trainer."""
+        self.tasks.discard(task)
+        if task.cancelled():
+            return
+        if task.exception() is not None:
+            self.failure = self.failure or task.exception()
+        else:
+            group = task.result()
+            self.reward_sums.add(group)
+            dropped = self.pool.finish(group)
+            self.dropped_in_a_row = self.dropped_in_a_row + 1 if dropped else 0
+            self._dispatch()
+        self.changed.set()
+
+    async def _until(self, condition) -> Any:
+        """Wait for groups to arrive until ``condition()`` is true; raises what a generation task raised."""
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            if self.dropped_in_a_row >= FUTILE_BATCHES * self.pool.size:
+                raise EverythingDropped(
+                    f"the last {self.dropped_in_a_row} groups were all dropped: {dict(self.pool.groups.dropped)}"
+                )
+            value = condition()
+            if value:
+                return value
+            self.changed.clear()
+            await self.changed.wait()
+
+    # Training
+
+    async def _step(self, step: int) -> None:
+        waiting = time.time()
+        batch: Batch = await self._until(self.pool.take)
+        lags = self._lags(batch)
+        waited = time.time() - waiting
+        rows = [segment for group in batch.groups for segment in group.segments]
+        result = await self.trainer.step(
+            rows, advantages(batch, self.config.algorithm), batch.action_tokens
+        )
+        if not np.isfinite([result.sums["loss"], result.grad_norm]).all():
+            raise Diverged(
+                f"step {step}: loss {result.sums['loss']}, gradient norm {result.grad_norm}"
+            )
+        self.pool.trained(batch, int(result.sums["tokens"]))
+        refit_started = time.time()
+        if self.pool.lockstep:
+            await self._until(lambda: not self.pool.running)
+        refit = await self._refit()
+        refit_s = time.time() - refit_started
+        self._dispatch()
+        probe_started = time.time()
+        probe = await self._probe() if self.pool.version % self.config.probe.every == 0 else None
+        probe_s = time.time() - probe_started
+        evaluation = await self._evaluate() if self._evaluates(step) else {}
+        busy, generated = await self._engine_clocks()
+        self.pool.check()
+        dispatch_hash, trained_hash = self.pool.fingerprints(step)
+        ended = time.time()
+        self.writer.record(
+            {
+                "step": step,
+                "phase": "train",
+                "optimizer_steps": step,
+                "wall_s": ended - self.step_started,
+                "t_wait_s": waited,
+                "t_forward_backward_s": result.forward_backward_s,
+                "t_optimizer_s": result.optimizer_s,
+                "t_refit_s": refit_s,
+                "t_probe_s": probe_s,
+                "t_overlap_s": metrics.overlap_s(busy, result.started, result.ended),
+                "refit_bytes": refit.bytes,
+                "devices": self._devices(),
+                "policy_version": self.pool.version,
+                "lag_mean": float(lags.mean()),
+                "lag_max": int(lags.max()),
+                "prompts_fingerprint": dispatch_hash,
+                "trained_fingerprint": trained_hash,
+                **metrics.books(self.pool),
+                **metrics.batch(batch),
+                **metrics.training(result, self.config.optimizer.clip_norm),
+                **self.reward_sums.take(),
+                **(metrics.probe(probe) if probe else {}),
+                **evaluation,
+            }
+        )
+        self.step_started = ended
+
+    def _lags(self, batch: Batch) -> np.ndarray:
+        """Version at training minus version at sampling, for each action token; raises where the bound is broken."""
+        lags = batch.version - np.concatenate(
+            [row.versions[row.action_mask] for group in batch.groups for row in group.segments]
+        )
+        if lags.min() < 0 or lags.max() > self.config.loop.max_staleness:
+            raise ContractError(
+                f"lag {lags.min()}..{lags.max()} at version {batch.version} breaks max_staleness "
+                f"{self.config.loop.max_staleness}"
+            )
+        return lags
+
+    async def _refit(self):
+        """Give the engines the trainer's weights. The first one, before any step, is version 0 again: an identity."""
+        version = self.pool.version + 1 if self.pool.groups.trained else 0
+        await asyncio.gather(*(worker.pause.remote() for worker in self.workers))
+        report = await self.trainer.send_weights(self.workers)
+        await asyncio.gather(*(worker.resume.remote(version) for worker in self.workers))
+        self.pool.version = version
+        return report
+
+    async def _probe(self) -> ProbeResult:
+        """Fresh tokens of the new version, scored by the trainer before its next step (invariant 4)."""
+        rows = -(-self.config.probe.tokens // self.config.rollout.sampling.max_new_tokens)
+        each = -(-rows // len(self.workers))
+        probes = await asyncio.gather(
+            *(worker.probe.remote(each, self.pool.version) for worker in self.workers)
+        )
+        return await self.trainer.score([row for rows in probes for row in rows])
+
+    def _evaluates(self, step: int) -> bool:
+        return step % self.config.evaluation.every == 0 or step == self.config.loop.steps
+
+    async def _evaluate(self) -> dict[str, float]:
+        started = time.time()
+        indices = np.arange(self.config.task.eval_items)
+        shares = np.array_split(indices, len(self.workers))
+        results = await asyncio.gather(
+            *(worker.evaluate.remote(share.tolist()) for worker, share in zip(self.workers, shares))
+        )
+        return metrics.evaluation([r for share in results for r in share], time.time() - started)
+
+    async def _engine_clocks(self) -> tuple[list[tuple[float, float]], int]:
+        clocks = await asyncio.gather(*(worker.busy.remote() for worker in self.workers))
+        return [stretch for stretches, _ in clocks for stretch in stretches], sum(
+            n for _, n in clocks
+        )
+
+    def _devices(self) -> int:
+        engine = self.config.engine
+        return self.config.trainer.world_size + engine.count * engine.tensor_parallel
+
+    async def _close_books(self) -> None:
+        """At the end the engines' own count of training tokens equals the books', with what is left in flight."""
+        await self._until(lambda: not self.pool.running)
+        self.pool.check()
+        _, generated = await self._engine_clocks()
+        if generated != self.pool.tokens.generated:
+            raise BooksError(
+                f"the engines generated {generated} action tokens, the books know of {self.pool.tokens.generated}"
+            )

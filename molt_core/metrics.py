@@ -1,0 +1,171 @@
+"""The record of a run: ``metrics.jsonl`` (one object a step, the same fields for every backend) and ``heartbeat.json``.
+
+A value that does not exist is absent, never 0. Seconds are wall clock; tokens are action tokens of training rollouts unless the
+name says otherwise; a mean over rollouts weighs each rollout once, a mean over tokens each action token once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from molt_core.rollout.pool import Pool
+from molt_core.train.worker import ProbeResult, StepResult
+from molt_core.types import Batch, Group, Rollout
+
+
+class RunWriter:
+    """Appends records, line by line and flushed; replaces the heartbeat atomically."""
+
+    def __init__(self, run_dir: Path, attempt: int, steps: int) -> None:
+        self.run_dir, self.attempt, self.steps = Path(run_dir), attempt, steps
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.reward_mean: float | None = None
+
+    def record(self, fields: Mapping[str, Any]) -> None:
+        line = {"attempt": self.attempt, "time_unix": time.time(), **fields}
+        self.reward_mean = line.get("reward_mean", self.reward_mean)
+        with open(self.run_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        print(_summary(line, self.steps), flush=True)
+
+    def heartbeat(self, phase: str, step: int) -> None:
+        beat = {
+            "phase": phase,
+            "step": step,
+            "steps": self.steps,
+            "time_unix": time.time(),
+            "attempt": self.attempt,
+        }
+        if self.reward_mean is not None:
+            beat["reward_mean"] = self.reward_mean
+        temporary = self.run_dir / "heartbeat.json.tmp"
+        temporary.write_text(json.dumps(beat))
+        os.replace(temporary, self.run_dir / "heartbeat.json")
+
+
+def _summary(line: Mapping[str, Any], steps: int) -> str:
+    shown = (
+        ("reward", "reward_mean"),
+        ("eval", "eval_reward_mean"),
+        ("loss", "loss"),
+        ("grad", "grad_norm"),
+        ("lag", "lag_mean"),
+        ("mismatch", "mismatch_max"),
+        ("step_s", "wall_s"),
+    )
+    parts = [f"{label} {line[name]:.3g}" for label, name in shown if name in line]
+    return f"step {line['step']}/{steps}  " + "  ".join(parts)
+
+
+def books(pool: Pool) -> dict[str, Any]:
+    """Cumulative tokens and groups: generated = trained + dropped (by reason) + in flight."""
+    return {
+        "tokens_generated": pool.tokens.generated,
+        "tokens_trained": pool.tokens.trained,
+        "tokens_in_flight": pool.tokens_in_flight,
+        "tokens_dropped": dict(pool.tokens.dropped),
+        "groups_generated": pool.groups.generated,
+        "groups_trained": pool.groups.trained,
+        "groups_in_flight": len(pool.running) + len(pool.finished),
+        "groups_dropped": dict(pool.groups.dropped),
+        "kept_fraction": 1
+        - sum(pool.groups.dropped.values()) / max(1, pool.groups.generated - len(pool.running)),
+    }
+
+
+def batch(batch: Batch) -> dict[str, float]:
+    """Facts of the trained batch."""
+    segments = [segment for group in batch.groups for segment in group.segments]
+    return {
+        "tokens_batch": batch.action_tokens,
+        "tokens_across_refit": sum(segment.tokens_across_refit for segment in segments),
+        "groups_zero_variance": sum(bool((g.rewards == g.rewards[0]).all()) for g in batch.groups),
+    }
+
+
+def training(result: StepResult, clip_norm: float) -> dict[str, float]:
+    """Per-token means over the global batch, the gradient norm before clipping, and the loss that was stepped on."""
+    sums = dict(result.sums)
+    tokens = sums.pop("tokens")
+    fields = {
+        "tokens_forward": int(sums.pop("tokens_forward")),
+        "loss": sums.pop("loss"),
+        "grad_norm": result.grad_norm,
+        "grad_clipped": float(result.grad_norm > clip_norm),
+        "clip_fraction": sums.pop("clipped", 0.0) / tokens,
+    }
+    return fields | {name: total / tokens for name, total in sums.items()}
+
+
+def probe(result: ProbeResult) -> dict[str, float]:
+    """|trainer - engine| log-probability of the probe's tokens; tied ones are counted and left out."""
+    differences = result.differences.astype(np.float64)
+    return {
+        "mismatch_mean": float(differences.mean()),
+        "mismatch_p99": float(np.quantile(differences, 0.99)),
+        "mismatch_max": float(differences.max()),
+        "mismatch_tokens": len(differences),
+        "tokens_router_tied": result.tied,
+    }
+
+
+def evaluation(rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
+    """Held-out items, one rollout each. A rollout that failed counts as reward 0 and is counted apart."""
+    rewards = np.array([rollout.reward if rollout.status == "ok" else 0.0 for rollout in rollouts])
+    return {
+        "t_eval_s": seconds,
+        "eval_reward_mean": float(rewards.mean()),
+        "eval_reward_stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5),
+        "eval_items": len(rewards),
+        "eval_failed": sum(rollout.status != "ok" for rollout in rollouts),
+        "eval_tokens": sum(rollout.action_tokens for rollout in rollouts),
+    }
+
+
+def overlap_s(stretches: Sequence[tuple[float, float]], started: float, ended: float) -> float:
+    """Seconds of [started, ended] during which some engine decoded."""
+    inside = sorted(
+        (max(a, started), min(b, ended)) for a, b in stretches if b > started and a < ended
+    )
+    total, reached = 0.0, started
+    for a, b in inside:
+        total += max(0.0, b - max(a, reached))
+        reached = max(reached, b)
+    return total
+
+
+@dataclass
+class RewardSums:
+    """Rewards and lengths of the rollouts that arrived since the last step, before any filter."""
+
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
+
+    def add(self, group: Group) -> None:
+        for rollout in group.rollouts:
+            if rollout.status == "ok":
+                self.rewards.append(rollout.reward)
+                self.lengths.append(rollout.action_tokens)
+                self.truncated.append(rollout.segments[-1].truncated)
+
+    def take(self) -> dict[str, float]:
+        if not self.rewards:
+            return {}
+        fields = {
+            "reward_mean": float(np.mean(self.rewards)),
+            "reward_std": float(np.std(self.rewards, ddof=1)) if len(self.rewards) > 1 else 0.0,
+            "response_tokens_mean": float(np.mean(self.lengths)),
+            "truncated_fraction": float(np.mean(self.truncated)),
+            "rollouts": len(self.rewards),
+        }
+        self.__init__()
+        return fields

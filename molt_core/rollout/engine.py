@@ -1,0 +1,251 @@
+"""The engine: token-exact generation with vLLM. Token ids in; token ids, their log-probabilities and versions out.
+
+Nothing here knows of agents, rewards or training. A request carries every sampling field explicitly (an omitted one would be
+filled from the model's own generation config, and the trainer would score another distribution than the one sampled).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import molt_core
+from molt_core.config import EngineConfig, ModelConfig
+from molt_core.types import ContractError, ImageInput
+
+EXCLUDED_BIAS = -100.0
+"""Added to the logits of excluded ids: e^-100 of probability is left, far below float32's resolution of the rest."""
+
+
+class EngineError(RuntimeError):
+    """The engine failed; unlike an agent's own failure this ends the run."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the policy generated for one request. Arrays run over its n new tokens.
+
+    token_ids int32, logprobs float32 (of the processed distribution), versions int32 (vLLM's own spans).
+    ``prompt_token_ids`` is the prompt as the engine expanded it, to be compared with ours.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+    prompt_token_ids: Sequence[int]
+
+
+@dataclass
+class BusyClock:
+    """The stretches of time in which at least one request was being decoded (``time.time`` seconds)."""
+
+    running: int = 0
+    since: float = 0.0
+    stretches: list[tuple[float, float]] = field(default_factory=list)
+
+    @contextmanager
+    def request(self):
+        if self.running == 0:
+            self.since = time.time()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if self.running == 0:
+                self.stretches.append((self.since, time.time()))
+
+    def take(self) -> list[tuple[float, float]]:
+        """The stretches up to now; a running one is cut here and goes on in the next call's answer."""
+        now = time.time()
+        out, self.stretches = self.stretches, []
+        if self.running:
+            out.append((self.since, now))
+            self.since = now
+        return out
+
+
+def prepare_environment(config: EngineConfig) -> None:
+    """Settings that vLLM reads at import. Call before the first ``import vllm`` of the process.
+
+    On the CPU: no worker process beside the engine core (8 s of start), no compiled log-prob ranking (2 s at the first
+    request), threads as configured instead of pinned to all cores.
+    """
+    site = str(Path(molt_core.__file__).parent / "_site")
+    if site not in os.environ.get("PYTHONPATH", ""):
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [site, os.environ.get("PYTHONPATH")])
+        )
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if config.device == "cpu":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+
+
+class Engine:
+    """One vLLM ``AsyncLLM``. Create inside a running event loop."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        model: ModelConfig,
+        config: EngineConfig,
+        excluded_ids: Sequence[int],
+        eos_id: int,
+    ) -> None:
+        prepare_environment(config)
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from molt_core.rollout import vllm_plugin
+
+        vllm_plugin.register()
+        self.clock = BusyClock()
+        self.version = 0
+        self._eos_id = eos_id
+        self._excluded = {int(token): EXCLUDED_BIAS for token in excluded_ids}
+        self._requests = 0
+        cpu = (
+            {"distributed_executor_backend": "uni", "enforce_eager": True}
+            if config.device == "cpu"
+            else {}
+        )
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(checkpoint),
+                dtype=model.dtype,
+                max_model_len=model.max_length,
+                max_num_seqs=config.max_sequences,
+                num_gpu_blocks_override=config.kv_cache_blocks,
+                tensor_parallel_size=config.tensor_parallel,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",
+                enable_prefix_caching=True,
+                weight_transfer_config=WeightTransferConfig(backend=vllm_plugin.BACKEND),
+                seed=0,
+                disable_log_stats=True,
+                **cpu,
+            )
+        )
+
+    async def start(self) -> None:
+        """Name the weights that were loaded: version 0."""
+        await self._llm.update_weight_version(str(self.version))
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[ImageInput],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        stop_at_eos: bool = True,
+    ) -> Sampled:
+        """Sample one continuation. ``prompt_ids`` has one placeholder an image (the engine expands it).
+
+        Raises ContractError where the engine leaves out a log-probability or a version.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=1,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            seed=seed,
+            max_tokens=max_new_tokens,
+            min_tokens=0,
+            stop_token_ids=[self._eos_id] if stop_at_eos else [],
+            ignore_eos=True,  # only our own stop ids end a request, never the model's generation config
+            logit_bias=self._excluded or None,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
+        if images:
+            prompt["multi_modal_data"] = {"image": [_pil(image) for image in images]}
+        self._requests += 1
+        request_id = f"r{self._requests}"
+        try:
+            with self.clock.request():
+                async for output in self._llm.generate(prompt, params, request_id):
+                    final = output
+        except Exception as error:
+            raise EngineError(f"generation failed: {type(error).__name__}: {error}") from error
+        return _sampled(final)
+
+    async def pause(self) -> None:
+        """Freeze requests where they are and drop every cache that depends on the weights."""
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+
+    async def receive(self, bucket: Mapping[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(bucket)))
+
+    async def resume(self, version: int) -> None:
+        """Commit the weights as ``version`` and go on; caches are recomputed under the new weights."""
+        await self._llm.finish_weight_update(weight_version=str(version))
+        self.version = version
+        await self._llm.resume_generation()
+
+    async def join(self, join_info: Mapping[str, Any]) -> None:
+        """Join the trainer's refit group (collective with ``refit.join_group`` at the trainer)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(
+            WeightTransferInitRequest(init_info=dict(join_info))
+        )
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """Digest of each tensor that the engine keeps, by vLLM's own name for it."""
+        merged: dict[str, str] = {}
+        for worker in await self._llm.compute_weight_checksums():
+            merged.update(worker)
+        return merged
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+
+
+def _pil(image: ImageInput):
+    from PIL import Image
+
+    return Image.fromarray(image.pixels)
+
+
+def _sampled(output) -> Sampled:
+    completion = output.outputs[0]
+    ids = np.asarray(completion.token_ids, np.int32)
+    if completion.logprobs is None or len(completion.logprobs) != len(ids):
+        raise ContractError(f"engine returned {len(ids)} tokens without a log-probability each")
+    logprobs = np.array(
+        [entry[int(token)].logprob for token, entry in zip(ids, completion.logprobs)], np.float32
+    )
+    versions = np.full(len(ids), -1, np.int32)
+    for span in completion.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    if (versions < 0).any():
+        raise ContractError("engine returned tokens without a policy version")
+    return Sampled(ids, logprobs, versions, completion.finish_reason, output.prompt_token_ids)

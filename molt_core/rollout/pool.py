@@ -1,0 +1,148 @@
+"""The streaming pool: which prompts are in flight, which groups wait for the trainer, which ones a batch takes.
+
+Pure bookkeeping without processes, so that its promises can be tested by themselves:
+
+- *Lag is bounded.* While the policy has version v at most ``(v + max_staleness + 1) * groups_per_step`` groups have been
+  dispatched (dropped ones not counted), and a batch is formed only if the groups it leaves behind can still be trained
+  before they grow too old; otherwise it waits for them.
+- *Nothing is lost silently.* Every dispatched group is trained, dropped under a reason, or in flight; tokens likewise.
+- *Order.* Among finished groups the earliest dispatched go first. Under lockstep a batch is exactly the next kept
+  groups in dispatch order, and nothing is dispatched before the pool has run empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+from molt_core.config import LoopConfig, RolloutConfig
+from molt_core.types import Batch, Group
+
+
+class BooksError(RuntimeError):
+    """Tokens or groups that are neither trained nor dropped nor in flight: the run must not go on."""
+
+
+@dataclass
+class Books:
+    """Cumulative counts of one unit: action tokens, or groups."""
+
+    generated: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def check(self, in_flight: int, unit: str) -> None:
+        """Raise BooksError unless generated = trained + dropped + in flight."""
+        accounted = self.trained + sum(self.dropped.values()) + in_flight
+        if accounted != self.generated:
+            raise BooksError(
+                f"{unit}: {self.generated} generated, but {self.trained} trained + {dict(self.dropped)} dropped + "
+                f"{in_flight} in flight = {accounted}"
+            )
+
+
+class Pool:
+    def __init__(self, rollout: RolloutConfig, loop: LoopConfig) -> None:
+        self.size = rollout.groups_per_step
+        self.drop_zero_variance = rollout.drop_zero_variance
+        self.loop = loop
+        self.version = 0
+        self.running: dict[int, int] = {}
+        """Dispatch index -> version at dispatch, of groups being generated."""
+        self.finished: dict[int, Group] = {}
+        """Whole groups that wait for the trainer, by dispatch index."""
+        self.dispatched = 0
+        self.tokens, self.groups = Books(), Books()
+        self._prompt_ids: dict[int, str] = {}
+        self._dispatch_hash, self._hashed = hashlib.sha256(), 0
+        self._trained_hash = 0
+
+    @property
+    def lockstep(self) -> bool:
+        return self.loop.schedule == "lockstep"
+
+    def dispatch(self) -> list[int]:
+        """Indices to start now. The caller starts each of them and reports it with ``finish``."""
+        if self.lockstep and self.running:
+            return []
+        wanted = min(self.version + self.loop.max_staleness + 1, self.loop.steps) * self.size
+        count = max(0, wanted - (self.dispatched - sum(self.groups.dropped.values())))
+        indices = list(range(self.dispatched, self.dispatched + count))
+        self.running.update(dict.fromkeys(indices, self.version))
+        self.dispatched += count
+        self.groups.generated += count
+        return indices
+
+    def finish(self, group: Group) -> str | None:
+        """Take in a generated group; returns the reason where it is dropped."""
+        del self.running[group.index]
+        self._prompt_ids[group.index] = group.prompt_id
+        self.tokens.generated += group.tokens_generated
+        reason = self._reason_to_drop(group)
+        if reason:
+            self.groups.dropped[reason] += 1
+            self.tokens.dropped[reason] += group.tokens_generated
+        else:
+            self.finished[group.index] = group
+        return reason
+
+    def _reason_to_drop(self, group: Group) -> str | None:
+        lost = [rollout.status for rollout in group.rollouts if rollout.status != "ok"]
+        if lost:
+            return lost[0]
+        if self.drop_zero_variance and (group.rewards == group.rewards[0]).all():
+            return "zero_variance"
+        return None
+
+    def take(self) -> Batch | None:
+        """The next batch, once it may be formed; None while groups that it needs are still being generated."""
+        if len(self.finished) < self.size:
+            return None
+        chosen = sorted(self.finished)[: self.size]
+        if self.lockstep:
+            if any(index < chosen[-1] for index in self.running):
+                return None
+        elif not self._leaves_room(chosen):
+            return None
+        return Batch(tuple(self.finished[index] for index in chosen), self.version)
+
+    def _leaves_room(self, chosen: list[int]) -> bool:
+        """Whether every group left can still be trained in time if ``chosen`` go now.
+
+        A group's deadline is the version at its dispatch plus ``max_staleness``. Of the groups that are left, those due by
+        version u must fit into the batches up to u. By induction over versions and by the bound on dispatch, the earliest
+        dispatched groups always satisfy this, so waiting for all of them always helps.
+        """
+        staleness = self.loop.max_staleness
+        left = [*self.running.values()]
+        left += [g.dispatched_version for index, g in self.finished.items() if index not in chosen]
+        return all(
+            sum(version + staleness <= due for version in left) <= (due - self.version) * self.size
+            for due in range(self.version, self.version + staleness + 1)
+        )
+
+    def trained(self, batch: Batch, tokens: int) -> None:
+        """The trainer has stepped on ``batch`` and counted ``tokens`` action tokens."""
+        for group in batch.groups:
+            del self.finished[group.index]
+            digest = hashlib.sha256(f"{group.index}:{group.prompt_id}".encode()).digest()
+            self._trained_hash = (self._trained_hash + int.from_bytes(digest[:8], "big")) % 2**64
+        self.tokens.trained += tokens
+        self.groups.trained += len(batch.groups)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Action tokens of finished groups that wait; a group still being generated is booked when it arrives."""
+        return sum(group.action_tokens for group in self.finished.values())
+
+    def check(self) -> None:
+        self.tokens.check(self.tokens_in_flight, "action tokens")
+        self.groups.check(len(self.running) + len(self.finished), "groups")
+
+    def fingerprints(self, step: int) -> tuple[str, str]:
+        """(hash of the first ``step * groups_per_step`` prompt ids in dispatch order, order-free hash of trained groups)."""
+        while self._hashed < step * self.size:
+            self._dispatch_hash.update(self._prompt_ids.pop(self._hashed).encode() + b"\n")
+            self._hashed += 1
+        return self._dispatch_hash.hexdigest()[:16], f"{self._trained_hash:016x}"

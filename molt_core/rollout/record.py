@@ -1,0 +1,141 @@
+"""What an agent sees of the engine, and the trajectory written down behind its back.
+
+The agent asks for continuations of token ids; the recorder keeps exactly the ids that went in and came out. A later call that
+extends the earlier ids goes on in the same segment (what was added is context, mask False); any other call starts a new
+segment. Nothing is ever re-tokenised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from molt_core.agents.base import Generation
+from molt_core.config import SamplingConfig
+from molt_core.render import collapse
+from molt_core.rollout.engine import Engine
+from molt_core.types import NOT_SAMPLED, ContractError, ImageInput, Prompt, Trajectory, Turn
+
+
+def request_seed(*key: int | str) -> int:
+    """A 31-bit seed that is a function of (run seed, prompt, sample, segment, turn) and of nothing else."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+@dataclass
+class _Segment:
+    token_ids: list[int]
+    prompt_length: int
+    images: tuple[ImageInput, ...]
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def append(
+        self, ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int] | None
+    ) -> None:
+        sampled = logprobs is not None
+        self.token_ids += [int(token) for token in ids]
+        self.mask += [sampled] * len(ids)
+        self.logprobs += list(logprobs) if sampled else [0.0] * len(ids)
+        self.versions += list(versions) if sampled else [NOT_SAMPLED] * len(ids)
+
+    def trajectory(self) -> Trajectory:
+        length = len(self.token_ids)
+        return Trajectory(
+            token_ids=np.array(self.token_ids, np.int32),
+            prompt_length=self.prompt_length,
+            action_mask=np.array(self.mask, bool),
+            logprobs=np.array(self.logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            mixed=np.zeros(length, bool),  # every refit recomputes the KV cache
+            turns=tuple(self.turns),
+            images=self.images,
+        )
+
+
+class Recorder:
+    """The context of one rollout: an agent calls ``generate``; ``trajectories`` is what it did."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        sampling: SamplingConfig,
+        max_length: int,
+        seed_key: tuple[int | str, ...],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.prompt = prompt
+        self._engine, self._sampling, self._max_length = engine, sampling, max_length
+        self._seed_key, self._decode = seed_key, decode
+        self._segments: list[_Segment] = []
+        self.tokens_generated = 0
+
+    async def generate(
+        self, token_ids: Sequence[int], images: Sequence[ImageInput] = ()
+    ) -> Generation:
+        """Sample a continuation of ``token_ids`` (after image expansion) and record it.
+
+        Where no room is left the answer is empty with finish reason "length". Raises ContractError where the engine expanded
+        the prompt differently.
+        """
+        token_ids, images = list(token_ids), tuple(images)
+        room = min(self._sampling.max_new_tokens, self._max_length - len(token_ids))
+        if room <= 0:
+            return Generation((), "", "length")
+        segment, feedback = self._place(token_ids, images)
+        seed = request_seed(*self._seed_key, len(self._segments), len(segment.turns))
+        sampled = await self._engine.generate(
+            collapse(token_ids, images),
+            images,
+            temperature=self._sampling.temperature,
+            max_new_tokens=room,
+            seed=seed,
+            stop_at_eos=self._sampling.stop_at_eos,
+        )
+        if list(sampled.prompt_token_ids) != token_ids:
+            raise ContractError(
+                f"engine and renderer expand prompt {self.prompt.prompt_id} differently: "
+                f"{len(sampled.prompt_token_ids)} and {len(token_ids)} tokens"
+            )
+        # Written down only now: a call that failed leaves the rollout as it was.
+        self.tokens_generated += len(sampled.token_ids)
+        if not segment.turns and segment not in self._segments:
+            self._segments.append(segment)
+        segment.append(feedback, None, None)
+        segment.images = images
+        start = len(segment.token_ids)
+        segment.append(sampled.token_ids, sampled.logprobs, sampled.versions)
+        segment.turns.append(
+            Turn(
+                start,
+                len(segment.token_ids),
+                self._sampling.model_dump(),
+                seed,
+                sampled.finish_reason,
+            )
+        )
+        ids = tuple(int(token) for token in sampled.token_ids)
+        return Generation(ids, self._decode(ids), sampled.finish_reason)
+
+    def _place(
+        self, token_ids: list[int], images: tuple[ImageInput, ...]
+    ) -> tuple[_Segment, list[int]]:
+        """The segment that this call goes on with, and the context that was added since its last action."""
+        if self._segments:
+            last = self._segments[-1]
+            known = len(last.token_ids)
+            if token_ids[:known] == last.token_ids and images[: len(last.images)] == last.images:
+                return last, token_ids[known:]
+        segment = _Segment([], len(token_ids), images)
+        segment.append(token_ids, None, None)
+        return segment, []
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        return tuple(segment.trajectory() for segment in self._segments)

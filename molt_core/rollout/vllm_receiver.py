@@ -1,0 +1,83 @@
+"""The engine's end of a refit: a vLLM weight-transfer engine that receives ``refit.py``'s buckets.
+
+Runs in vLLM's worker process. Loading goes through vLLM's layerwise reload, because on the CPU the original tensors are gone
+after load (packed for oneDNN) and on a GPU several layouts are post-processed as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from molt_core.rollout.refit import RefitError, TensorSlot, broadcast, checksum, join_group, unpack
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Where the trainer's store listens, and this engine's first rank among ``size`` members."""
+
+    host: str
+    port: int
+    first_rank: int
+    size: int
+    timeout_s: float
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One bucket: its tensors (``refit.TensorSlot`` fields), its size in bytes, its checksum."""
+
+    slots: list[dict]
+    size: int
+    checksum: int
+
+
+class BucketReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
+    init_info_cls = JoinInfo
+    update_info_cls = BucketInfo
+
+    group: dist.ProcessGroup | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
+        rank = init_info.first_rank + self.parallel_config.rank
+        self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        if self.device.type == "cpu":
+            # vLLM 0.32 re-packs the experts for the CPU only where no kernel exists yet; without this the unpacked weights
+            # land where packed ones are read, and every log-probability is silently wrong from the first refit on.
+            for module in self.model.modules():
+                method = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        if self.group is None:
+            raise RefitError("a bucket arrived before the engine joined the trainer's group")
+        slots = [TensorSlot(**slot) for slot in update_info.slots]
+        buffer = torch.empty(update_info.size, dtype=torch.uint8, device=self.device)
+        broadcast(self.group, buffer)
+        if checksum(buffer) != update_info.checksum:
+            raise RefitError(
+                f"bucket {slots[0].name} .. {slots[-1].name} arrived with a wrong checksum"
+            )
+        self.model.load_weights(unpack(slots, buffer))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self.group = None

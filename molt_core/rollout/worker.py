@@ -1,0 +1,151 @@
+"""A rollout worker: one engine, and the agents that call it, in one Ray actor.
+
+A group of rollouts is one remote call; its agents run side by side as coroutines and talk to the engine in the same process,
+so no token crosses a process boundary on its own. Evaluation and probes use the same engine and keep books of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from molt_core.agents.base import make_agent
+from molt_core.config import RunConfig, SamplingConfig
+from molt_core.data import prompt_source
+from molt_core.models.load import eos_token_id, excluded_token_ids
+from molt_core.render import Renderer
+from molt_core.rollout.engine import Engine, EngineError
+from molt_core.rollout.record import Recorder
+from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
+
+
+class RolloutWorker:
+    """``start`` before anything else. All methods run on the actor's one event loop."""
+
+    def __init__(self, config: RunConfig, checkpoint: Path) -> None:
+        self.config, self.checkpoint = config, Path(checkpoint)
+
+    async def start(self) -> None:
+        self.renderer = Renderer(self.checkpoint)
+        self.train = prompt_source(self.config.task, split="train", seed=self.config.seed)
+        self.held_out = prompt_source(self.config.task, split="eval", seed=0)
+        self.agent = make_agent(self.config.task)
+        self.tokens_generated = 0
+        self.engine = Engine(
+            self.checkpoint,
+            self.config.model,
+            self.config.engine,
+            excluded_token_ids(self.checkpoint),
+            eos_token_id(self.checkpoint),
+        )
+        await self.engine.start()
+
+    async def rollout(self, index: int, dispatched_version: int) -> Group:
+        """All samples of the prompt at position ``index`` of the dispatch order."""
+        prompt = self.renderer.prompt(self.train.item(index), index)
+        sampling = self.config.rollout.sampling
+        rollouts, generated = await self._sample(
+            prompt, self.config.rollout.samples_per_prompt, sampling, (self.config.seed, index)
+        )
+        self.tokens_generated += generated
+        return Group(prompt.prompt_id, index, rollouts, generated, dispatched_version)
+
+    async def evaluate(self, indices: Sequence[int]) -> list[Rollout]:
+        """One rollout for each held-out item, at the evaluation's temperature."""
+        sampling = self.config.rollout.sampling.model_copy(
+            update={"temperature": self.config.evaluation.temperature}
+        )
+        prompts = [self.renderer.prompt(self.held_out.item(index), index) for index in indices]
+        groups = await asyncio.gather(
+            *(self._sample(prompt, 1, sampling, ("eval", prompt.index)) for prompt in prompts)
+        )
+        return [rollouts[0] for rollouts, _ in groups]
+
+    async def probe(self, count: int, version: int) -> list[Trajectory]:
+        """``count`` fresh continuations of held-out prompts, full length, all of ``version``."""
+        sampling = self.config.rollout.sampling.model_copy(update={"stop_at_eos": False})
+        prompts = [
+            self.renderer.prompt(self.held_out.item(index), index)
+            for index in range(version * count, (version + 1) * count)
+        ]
+        rows = await asyncio.gather(
+            *(
+                self._record(prompt, sampling, ("probe", version, prompt.index))
+                for prompt in prompts
+            )
+        )
+        trajectories = [row for recorder in rows for row in recorder.trajectories()]
+        for row in trajectories:
+            if (row.versions[row.action_mask] != version).any():
+                raise ContractError(
+                    f"the engine sampled a probe of version {version} from other weights"
+                )
+        return trajectories
+
+    async def _record(
+        self, prompt: Prompt, sampling: SamplingConfig, key: tuple[int | str, ...]
+    ) -> Recorder:
+        recorder = self._recorder(prompt, sampling, key)
+        await recorder.generate(prompt.token_ids, prompt.images)
+        return recorder
+
+    async def _sample(
+        self, prompt: Prompt, samples: int, sampling: SamplingConfig, key: tuple[int | str, ...]
+    ) -> tuple[tuple[Rollout, ...], int]:
+        recorders = [self._recorder(prompt, sampling, (*key, sample)) for sample in range(samples)]
+        rollouts = await asyncio.gather(
+            *(
+                self._episode(recorder, f"{prompt.index}/{n}")
+                for n, recorder in enumerate(recorders)
+            )
+        )
+        return tuple(rollouts), sum(recorder.tokens_generated for recorder in recorders)
+
+    async def _episode(self, recorder: Recorder, rollout_id: str) -> Rollout:
+        """Run the agent once. Its own failure loses this rollout, by name; a broken contract or engine ends the run."""
+        try:
+            result = await self.agent.run(recorder)
+            segments = recorder.trajectories()
+        except (ContractError, EngineError):
+            raise
+        except (
+            Exception
+        ) as error:  # the agent is a user's program: whatever it raises is recorded and counted
+            return Rollout(
+                rollout_id,
+                (),
+                float("nan"),
+                "agent_error",
+                {"error": f"{type(error).__name__}: {error}"},
+            )
+        status = "ok" if any(segment.action_tokens for segment in segments) else "no_action_tokens"
+        return Rollout(rollout_id, segments, float(result.reward), status, result.info)
+
+    def _recorder(self, prompt: Prompt, sampling: SamplingConfig, key: tuple) -> Recorder:
+        return Recorder(
+            self.engine, prompt, sampling, self.config.model.max_length, key, self.renderer.decode
+        )
+
+    async def pause(self) -> None:
+        await self.engine.pause()
+
+    async def receive(self, bucket: Mapping[str, Any]) -> None:
+        await self.engine.receive(bucket)
+
+    async def resume(self, version: int) -> None:
+        await self.engine.resume(version)
+
+    async def join(self, join_info: Mapping[str, Any]) -> None:
+        await self.engine.join(join_info)
+
+    async def busy(self) -> tuple[list[tuple[float, float]], int]:
+        """Stretches of decoding since the last call, and action tokens generated for training so far."""
+        return self.engine.clock.take(), self.tokens_generated
+
+    async def weight_checksums(self) -> dict[str, str]:
+        return await self.engine.weight_checksums()
+
+    async def shutdown(self) -> None:
+        self.engine.shutdown()

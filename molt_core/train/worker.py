@@ -1,0 +1,243 @@
+"""Trainer ranks as Ray actors, and the loop's handle on all of them.
+
+A rank owns one backend. The group cuts a batch into shares, runs every rank, adds up what they return. Rank 0 also owns the
+refit group to the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+
+from molt_core.config import RunConfig
+from molt_core.models.layout import to_published
+from molt_core.models.load import excluded_token_ids
+from molt_core.rollout import refit
+from molt_core.train.backend import backend_class
+from molt_core.train.objective import forward_backward, score, split_rows, without_actions
+from molt_core.types import Trajectory
+
+TIMEOUT_S = 120.0
+"""Longest wait for a peer in a collective of the trainer or of a refit."""
+
+MicroBatches = Sequence[tuple[Sequence[Trajectory], Sequence[np.ndarray]]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimiser step. ``sums`` over all action tokens of the batch (see ``objective.forward_backward``)."""
+
+    sums: Mapping[str, float]
+    grad_norm: float
+    forward_backward_s: float
+    optimizer_s: float
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """|trainer - engine| log-probability of fresh tokens, tied ones left out; how many were tied."""
+
+    differences: np.ndarray
+    tied: int
+
+
+class TrainerRank:
+    """One process of the trainer. ``start`` is collective over the ranks, as are all methods but ``address``."""
+
+    def __init__(self, rank: int, config: RunConfig, checkpoint: Path) -> None:
+        self.rank, self.config, self.checkpoint = rank, config, Path(checkpoint)
+        torch.set_num_threads(config.trainer.threads)
+
+    def address(self) -> tuple[str, int]:
+        """This host and a free port on it, for the ranks' rendezvous."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return host, probe.getsockname()[1]
+
+    def start(self, host: str, port: int) -> tuple[int, int]:
+        """Join the other ranks and build the backend; returns (data_rank, data_size)."""
+        trainer = self.config.trainer
+        if trainer.device == "cuda":
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "nccl" if trainer.device == "cuda" else "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=self.rank,
+            world_size=trainer.world_size,
+        )
+        self.backend = backend_class(trainer.backend)(
+            self.checkpoint,
+            self.config.model,
+            self.config.optimizer,
+            trainer,
+            self.config.loop.steps,
+        )
+        self.excluded_ids = torch.tensor(
+            excluded_token_ids(self.checkpoint), dtype=torch.long, device=trainer.device
+        )
+        self.temperature = self.config.rollout.sampling.temperature
+        return self.backend.data_rank, self.backend.data_size
+
+    def step(self, micro_batches: MicroBatches, denominator: int) -> StepResult:
+        started = time.time()
+        sums = forward_backward(
+            self.backend,
+            micro_batches,
+            algorithm=self.config.algorithm,
+            temperature=self.temperature,
+            excluded_ids=self.excluded_ids,
+            denominator=denominator,
+        )
+        middle = time.time()
+        norm = self.backend.optimizer_step()
+        ended = time.time()
+        return StepResult(sums, norm, middle - started, ended - middle, started, ended)
+
+    def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
+        batch, logprobs, tied = score(
+            self.backend,
+            rows,
+            temperature=self.temperature,
+            excluded_ids=self.excluded_ids,
+            tie_gap=self.config.probe.tie_gap,
+        )
+        differences = (logprobs - batch.behaviour_logprobs).abs()[~tied]
+        return ProbeResult(differences.cpu().numpy(), int(tied.sum()))
+
+    def open_refit(self) -> tuple[str, int]:
+        """Rank 0: listen for the engines; returns where."""
+        self.store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        return ray.util.get_node_ip_address(), self.store.port
+
+    def join_refit(self, size: int) -> None:
+        device = torch.device(self.config.trainer.device)
+        self.refit_group = refit.join_group(self.store, 0, size, device, TIMEOUT_S)
+        self.expected_names = refit.checkpoint_names(self.checkpoint)
+
+    def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport | None:
+        """Rank 0 sends, the other ranks take part in gathering each tensor."""
+        weights = self.backend.named_weights()
+        if self.rank != 0:
+            for _ in weights:
+                pass
+            return None
+
+        def announce(description: dict):
+            answers = [engine.receive.remote(description) for engine in engines]
+            return lambda: ray.get(answers, timeout=TIMEOUT_S)
+
+        published = ((name, to_published(name, tensor)) for name, tensor in weights)
+        return refit.send(self.refit_group, published, announce, self.expected_names)
+
+
+class TrainerGroup:
+    """All ranks, as the loop sees them. Create with ``await TrainerGroup.start(...)``."""
+
+    def __init__(self, ranks: Sequence[Any], config: RunConfig) -> None:
+        self.ranks, self.config = ranks, config
+
+    @classmethod
+    async def start(cls, config: RunConfig, checkpoint: Path) -> TrainerGroup:
+        trainer = config.trainer
+        gpus = 1 if trainer.device == "cuda" else 0
+        threads = {"OMP_NUM_THREADS": str(trainer.threads)}
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, runtime_env={"env_vars": threads})(
+            TrainerRank
+        )
+        ranks = [remote.remote(rank, config, checkpoint) for rank in range(trainer.world_size)]
+        group = cls(ranks, config)
+        host, port = await ranks[0].address.remote()
+        places = await asyncio.gather(*(rank.start.remote(host, port) for rank in ranks))
+        group.data_ranks = [place[0] for place in places]
+        group.data_size = places[0][1]
+        return group
+
+    def _shares(self, rows: Sequence[Trajectory], advantages: Sequence[np.ndarray]) -> list[Any]:
+        split = split_rows(
+            [len(row.token_ids) for row in rows],
+            self.data_size,
+            self.config.trainer.micro_batch_rows,
+        )
+        filler = ([without_actions(rows[0])], [np.zeros(0, np.float32)])
+        return [
+            ray.put(
+                [
+                    ([rows[i] for i in indices], [advantages[i] for i in indices])
+                    if indices
+                    else filler
+                    for indices in share
+                ]
+            )
+            for share in split
+        ]
+
+    async def step(
+        self, rows: Sequence[Trajectory], advantages: Sequence[np.ndarray], denominator: int
+    ) -> StepResult:
+        shares = self._shares(rows, advantages)
+        results: list[StepResult] = await asyncio.gather(
+            *(
+                rank.step.remote(shares[d], denominator)
+                for rank, d in zip(self.ranks, self.data_ranks)
+            )
+        )
+        sums: dict[str, float] = {}
+        for _, result in sorted(dict(zip(self.data_ranks, results)).items()):
+            for name, value in result.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return StepResult(
+            sums,
+            results[0].grad_norm,
+            max(r.forward_backward_s for r in results),
+            max(r.optimizer_s for r in results),
+            min(r.started for r in results),
+            max(r.ended for r in results),
+        )
+
+    async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
+        split = split_rows([len(row.token_ids) for row in rows], self.data_size, len(rows))
+        shares = [
+            ray.put([rows[i] for i in share[0]] or [without_actions(rows[0])]) for share in split
+        ]
+        results = await asyncio.gather(
+            *(rank.score.remote(shares[d]) for rank, d in zip(self.ranks, self.data_ranks))
+        )
+        distinct = dict(zip(self.data_ranks, results)).values()
+        return ProbeResult(
+            np.concatenate([r.differences for r in distinct]), sum(r.tied for r in distinct)
+        )
+
+    async def connect(self, engines: Sequence[Any], workers_per_engine: int) -> None:
+        """Open the refit group between rank 0 and every engine worker."""
+        size = 1 + len(engines) * workers_per_engine
+        host, port = await self.ranks[0].open_refit.remote()
+        joins = [
+            engine.join.remote(
+                {
+                    "host": host,
+                    "port": port,
+                    "first_rank": 1 + number * workers_per_engine,
+                    "size": size,
+                    "timeout_s": TIMEOUT_S,
+                }
+            )
+            for number, engine in enumerate(engines)
+        ]
+        await asyncio.gather(self.ranks[0].join_refit.remote(size), *joins)
+
+    async def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport:
+        reports = await asyncio.gather(*(rank.send_weights.remote(engines) for rank in self.ranks))
+        return reports[0]

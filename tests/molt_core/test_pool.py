@@ -1,0 +1,145 @@
+"""The pool's promises: bounded lag, closed books, whole groups, dispatch order."""
+
+import random as stdlib_random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molt_core.config import LoopConfig, RolloutConfig
+from molt_core.rollout.pool import BooksError, Pool
+from tests.molt_core.make import group
+
+
+def pool(size=3, staleness=1, steps=20, schedule="free", drop_zero_variance=False):
+    return Pool(
+        RolloutConfig(
+            groups_per_step=size, samples_per_prompt=2, drop_zero_variance=drop_zero_variance
+        ),
+        LoopConfig(steps=steps, max_staleness=staleness, schedule=schedule),
+    )
+
+
+def train_one(p: Pool):
+    batch = p.take()
+    if batch is not None:
+        p.trained(batch, batch.action_tokens)
+        p.version += 1
+    return batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 3), st.integers(1, 4))
+def test_lag_is_bounded_and_books_close_under_any_order_of_arrival(seed, staleness, size):
+    random = stdlib_random.Random(seed)
+    p = pool(size=size, staleness=staleness, steps=12)
+    running = p.dispatch()
+    while p.version < 12:
+        if running and random.random() < 0.7:
+            index = running.pop(random.randrange(len(running)))
+            lost = random.random() < 0.2
+            p.finish(group(index, version=p.running[index], status="agent_error" if lost else "ok"))
+        else:
+            batch = train_one(p)
+            if batch is None and not running:
+                running += p.dispatch()
+                continue
+            if batch is not None:
+                assert len(batch.groups) == size
+                dispatched = [g.dispatched_version for g in batch.groups]
+                assert batch.version - min(dispatched) <= staleness
+        running += p.dispatch()
+        p.check()
+    assert p.groups.trained == 12 * size
+
+
+def test_synchronous_training_dispatches_one_batch_a_version():
+    p = pool(size=3, staleness=0)
+    assert p.dispatch() == [0, 1, 2]
+    assert p.dispatch() == []
+    for index in range(3):
+        p.finish(group(index))
+    assert [g.index for g in train_one(p).groups] == [0, 1, 2]
+    assert p.dispatch() == [3, 4, 5]
+
+
+def test_a_group_that_would_grow_too_old_is_waited_for():
+    p = pool(size=2, staleness=1)
+    assert p.dispatch() == [0, 1, 2, 3]
+    for index in (1, 2, 3):
+        p.finish(group(index))
+    assert [g.index for g in train_one(p).groups] == [1, 2]
+    assert p.dispatch() == [4, 5]
+    for index in (4, 5):
+        p.finish(group(index, version=1))
+    assert p.take() is None, (
+        "group 0 was dispatched at version 0 and may not be older than one version"
+    )
+    p.finish(group(0))
+    assert [g.index for g in train_one(p).groups] == [0, 3]
+
+
+def test_lockstep_takes_in_dispatch_order_and_dispatches_only_into_an_empty_pool():
+    p = pool(size=2, staleness=1, schedule="lockstep")
+    assert p.dispatch() == [0, 1, 2, 3]
+    p.finish(group(1))
+    p.finish(group(2))
+    assert p.take() is None, "group 0 comes first and is still running"
+    p.finish(group(0))
+    assert [g.index for g in train_one(p).groups] == [0, 1]
+    assert p.dispatch() == [], "group 3 still runs"
+    p.finish(group(3))
+    assert p.dispatch() == [4, 5]
+
+
+def test_a_dropped_group_is_replaced_and_counted_under_its_reason():
+    p = pool(size=2, staleness=0, drop_zero_variance=True)
+    p.dispatch()
+    assert p.finish(group(0, rewards=(1.0, 1.0))) == "zero_variance"
+    assert p.finish(group(1, status="agent_error")) == "agent_error"
+    assert p.dispatch() == [2, 3]
+    assert dict(p.groups.dropped) == {"zero_variance": 1, "agent_error": 1}
+    assert p.tokens.dropped["zero_variance"] == group(0).tokens_generated
+    p.check()
+
+
+def test_a_lost_group_is_noticed():
+    p = pool(size=2, staleness=0)
+    p.dispatch()
+    p.finish(group(0))
+    del p.finished[0]
+    with pytest.raises(BooksError, match="action tokens"):
+        p.check()
+
+
+def test_a_trainer_that_skips_tokens_is_noticed():
+    p = pool(size=2, staleness=0)
+    p.dispatch()
+    for index in range(2):
+        p.finish(group(index))
+    batch = p.take()
+    p.trained(batch, batch.action_tokens - 1)
+    with pytest.raises(BooksError, match="action tokens"):
+        p.check()
+
+
+def test_prompt_fingerprint_follows_dispatch_order_not_arrival():
+    first, second = pool(size=2, staleness=0), pool(size=2, staleness=0)
+    for p, order in ((first, (0, 1)), (second, (1, 0))):
+        p.dispatch()
+        for index in order:
+            p.finish(group(index))
+        train_one(p)
+    assert first.fingerprints(1) == second.fingerprints(1)
+    other = pool(size=2, staleness=0)
+    other.dispatch()
+    other.finish(group(0, prompt_id="another"))
+    other.finish(group(1))
+    train_one(other)
+    assert other.fingerprints(1)[0] != first.fingerprints(1)[0]
+
+
+def test_never_more_groups_than_the_run_needs():
+    p = pool(size=2, staleness=5, steps=2)
+    assert p.dispatch() == [0, 1, 2, 3]
+    assert p.dispatch() == []
