@@ -85,9 +85,12 @@ class Endpoint(Strict):
         return tuple(name for name in names if name != STEPS)
 
     @property
-    def kind(self) -> Literal["speed", "learning"]:
-        """Speed where a duration enters, learning otherwise: other checks guard each."""
-        return "speed" if any(name.endswith("_s") for name in self.fields) else "learning"
+    def kind(self) -> Literal["speed", "learning", "other"]:
+        """Speed where a duration enters, learning where reward is measured: other checks guard each."""
+        if any(name.endswith("_s") for name in self.fields):
+            return "speed"
+        rewards = all(name.startswith(("eval_", "reward_")) for name in self.fields)
+        return "learning" if rewards else "other"
 
     @property
     def includes_waiting(self) -> bool:
@@ -125,6 +128,9 @@ class ValidityBounds(Strict):
     mismatch_max: float = Field(1e-3, gt=0, description="nats, maximum of the probe")
     mismatch_tokens: int = Field(256, gt=0, description="least tokens of a probe")
     tied_share: float = Field(1e-3, gt=0, description="largest share of router-tied tokens")
+    updated_share: float = Field(
+        0.5, gt=0, le=1, description="least share of steps with a gradient"
+    )
     kept_fraction: float = Field(0.5, gt=0, le=1, description="least mean share of samples kept")
     waiting_share: float = Field(0.3, gt=0, le=1, description="above it a step time is insensitive")
 

@@ -1,0 +1,221 @@
+"""Run folders in, frozen records and pandas frames out. The only module that knows how a run lies on disk.
+
+A run counts as finished where ``done.json`` exists and in no other case. Runs that were planned and are absent, or have
+no ``done.json``, are lost, with the best reason the folder gives. A step recorded by two attempts counts once, as the
+later attempt saw it. A value that is not finite is refused and named: it never enters a mean.
+
+    experiment = load_experiment("runs/moe_vl/tiny")
+    experiment.finished("molt")[0].metrics["reward_mean"]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.plan import ExclusionRules, Plan
+
+FINISHED, LOST, NOT_STARTED = "finished", "lost", "not started"
+
+
+class LoadError(ValueError):
+    """A run folder that breaks the record's contract; the message names file, line and key."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as it lies on disk.
+
+    metrics: a frame indexed by ``step``, one row a step, NaN where a record lacks the field; dropped counts are summed
+    over reasons into ``tokens_dropped`` and ``groups_dropped``. faults: what was refused while reading.
+    """
+
+    folder: str
+    system: str
+    seed: int
+    identity: str
+    state: str
+    reason: str
+    run: Mapping[str, Any]
+    metrics: pd.DataFrame
+    faults: tuple[str, ...] = ()
+    attempts: int = 0
+    planned: bool = True
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration, {} where the run never started."""
+        return self.run.get("config", {})
+
+    @property
+    def training(self) -> pd.DataFrame:
+        """The rows in which a batch was consumed (an initial evaluation at step 0 is none)."""
+        return self.metrics.loc[self.metrics.index > 0]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A frozen plan and what became of its runs; ``beyond`` are folders that the plan does not name."""
+
+    folder: Path
+    plan: Plan
+    runs: tuple[RunRecord, ...]
+    beyond: tuple[RunRecord, ...] = field(default=())
+
+    def of(self, system: str) -> tuple[RunRecord, ...]:
+        """The planned runs of an arm, by seed."""
+        runs = [run for run in self.runs if run.system == system]
+        return tuple(sorted(runs, key=lambda run: (run.seed, run.folder)))
+
+    def finished(self, system: str) -> tuple[RunRecord, ...]:
+        return tuple(run for run in self.of(system) if run.state == FINISHED)
+
+
+def load_experiment(folder: str | Path) -> Experiment:
+    """Read ``runs/<experiment>/<scale>``. Raises PlanError without a plan, LoadError on a broken record."""
+    folder = Path(folder)
+    plan = Plan.load(folder / "plan.json")
+    runs = tuple(
+        load_run(folder / name, system=run.system, seed=run.seed, identity=run.identity)
+        for name, run in plan.identities.items()
+    )
+    systems = {arm.name for arm in plan.arms}
+    beyond = []
+    for path in sorted(folder.glob("*/run.json")):
+        facts = _read_json(path)
+        if path.parent.name not in plan.identities and facts.get("system") in systems:
+            beyond.append(load_run(path.parent, planned=False))
+    return Experiment(folder, plan, runs, tuple(beyond))
+
+
+def load_run(
+    folder: str | Path,
+    *,
+    system: str | None = None,
+    seed: int | None = None,
+    identity: str | None = None,
+    planned: bool = True,
+) -> RunRecord:
+    """Read one run folder; system, seed and identity are what the plan says, and must be what the run says."""
+    folder = Path(folder)
+    path = folder / "run.json"
+    facts = _read_json(path) if path.is_file() else {}
+    expected = {"system": system, "seed": seed, "identity": identity}
+    for key, value in expected.items():
+        if facts and key not in facts:
+            raise LoadError(f"{path}: key {key} is missing")
+        if facts and value is not None and facts[key] != value:
+            raise LoadError(
+                f"{path}: {key} is {facts[key]!r}, the plan names {value!r} for this folder"
+            )
+    metrics, faults = read_metrics(folder / "metrics.jsonl")
+    attempts = sorted(entry for entry in folder.glob("attempts/*") if entry.is_dir())
+    state, reason = _state(folder, attempts)
+    return RunRecord(
+        folder=folder.name,
+        system=facts.get("system", system),
+        seed=facts.get("seed", seed),
+        identity=facts.get("identity", identity),
+        state=state,
+        reason=reason,
+        run=facts,
+        metrics=metrics,
+        faults=faults,
+        attempts=len(attempts),
+        planned=planned,
+    )
+
+
+def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """``metrics.jsonl`` as a frame by step, and the refused values by name.
+
+    Raises LoadError on a line that is no JSON object with a step, except an unfinished last line: a killed writer
+    leaves one.
+    """
+    if not path.is_file():
+        return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
+    by_step: dict[int, dict[str, Any]] = {}
+    text = path.read_text()
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise LoadError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise LoadError(f"{path}:{number}: a record needs an integer step")
+        earlier = by_step.get(record["step"])
+        if earlier is None or record.get("attempt", 1) >= earlier.get("attempt", 1):
+            by_step[record["step"]] = record
+    faults: list[str] = []
+    rows = []
+    for step in sorted(by_step):
+        row = {}
+        for name, value in by_step[step].items():
+            if isinstance(value, dict):
+                value = sum(value.values())
+            if isinstance(value, float) and not math.isfinite(value):
+                faults.append(f"{path.parent.name}: {name} is {value} at step {step}")
+                continue
+            row[name] = value
+        rows.append(row)
+    if not rows:
+        return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
+    return pd.DataFrame(rows).set_index("step"), tuple(faults)
+
+
+def steady(run: RunRecord, rules: ExclusionRules) -> pd.DataFrame:
+    """The steps that a rate counts: without warm-up, the steps after a resume, and what else the plan leaves out."""
+    rows = run.training
+    keep = pd.Series(True, index=rows.index)
+    keep.iloc[: rules.warmup_steps] = False
+    if "attempt" in rows:
+        attempt = rows["attempt"]
+        for first in rows.index[(attempt != attempt.shift()) & attempt.shift().notna()]:
+            position = rows.index.get_loc(first)
+            keep.iloc[position : position + rules.after_resume_steps] = False
+    for column, excluded in (
+        ("t_eval_s", rules.exclude_evaluation),
+        ("t_checkpoint_s", rules.exclude_checkpoint),
+    ):
+        if excluded and column in rows:
+            keep &= ~(rows[column] > 0)
+    return rows[keep]
+
+
+def _state(folder: Path, attempts: list[Path]) -> tuple[str, str]:
+    """(state, reason); the reason is what the last attempt wrote, or where the heart stopped."""
+    if (folder / "done.json").is_file():
+        return FINISHED, ""
+    if not (folder / "run.json").is_file():
+        return NOT_STARTED, "planned, never started"
+    end = attempts[-1] / "end.json" if attempts else None
+    if end is not None and end.is_file():
+        return LOST, str(_read_json(end).get("reason", "ended without a reason"))
+    heartbeat = folder / "heartbeat.json"
+    if heartbeat.is_file():
+        beat = _read_json(heartbeat)
+        return LOST, (
+            f"no done.json; last sign of life in phase {beat.get('phase', '?')} at step {beat.get('step', '?')}"
+        )
+    return LOST, "no done.json and no heartbeat"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise LoadError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path}: a JSON object is expected")
+    return value

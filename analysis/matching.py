@@ -1,0 +1,225 @@
+"""Do the arms differ in the arm and in nothing else? Protocol, prompts, initial weights, code, hardware, conformance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from analysis.checks import Finding, Pair, pair_check
+from analysis.load import RunRecord
+
+ARM_OWNED = ("trainer", "seed")
+"""Top-level keys of a run's configuration that are not the protocol."""
+
+
+@pair_check(
+    "same protocol",
+    "equal but for " + " and ".join(ARM_OWNED),
+    "what else differs may make the difference",
+)
+def same_protocol(pair: Pair) -> Finding:
+    differing = differing_keys([protocol(run.config) for run in pair.runs])
+    values = {name: f"{len(runs)} runs" for name, runs in pair.arms.items()}
+    if not all(run.config for run in pair.runs):
+        return Finding(False, values, "run.json holds no config")
+    found = "; ".join(
+        f"{key}: {' or '.join(sorted(map(str, seen)))}" for key, seen in differing.items()
+    )
+    return Finding(not differing if pair.runs else None, values, found)
+
+
+@pair_check(
+    "same prompts",
+    "prompts_fingerprint equal at every step of a seed",
+    "the same seed must see the same prompts in the same order",
+)
+def same_prompts(pair: Pair) -> Finding:
+    by_seed: dict[int, list[RunRecord]] = {}
+    for run in pair.runs:
+        by_seed.setdefault(run.seed, []).append(run)
+    shared = {seed: runs for seed, runs in by_seed.items() if len(runs) == 2}
+    values = {
+        name: f"seeds {', '.join(str(run.seed) for run in runs)}"
+        for name, runs in pair.arms.items()
+    }
+    if not shared:
+        return Finding(None, values, "no seed finished in both arms")
+    problems = []
+    for seed, (first, second) in sorted(shared.items()):
+        prints = [run.training.get("prompts_fingerprint") for run in (first, second)]
+        if any(column is None or column.isna().any() for column in prints):
+            problems.append(f"seed {seed}: prompts_fingerprint was not recorded at every step")
+            continue
+        steps = prints[0].index.intersection(prints[1].index)
+        unequal = steps[(prints[0].loc[steps] != prints[1].loc[steps]).to_numpy()]
+        if len(unequal):
+            problems.append(f"seed {seed}: prompts differ from step {unequal[0]}")
+    return Finding(not problems, values, "; ".join(problems))
+
+
+@pair_check(
+    "same initial checkpoint", "one content hash", "arms that start elsewhere end elsewhere"
+)
+def same_checkpoint(pair: Pair) -> Finding:
+    return _same(pair, "warmup_content_hash")
+
+
+@pair_check("same code", "one fingerprint", "a change between runs is confounded with the arm")
+def same_code(pair: Pair) -> Finding:
+    return _same(pair, "fingerprints", "code")
+
+
+@pair_check(
+    "same packages",
+    "one fingerprint",
+    "library versions move speed and, at times, numbers",
+    effect="flag",
+)
+def same_packages(pair: Pair) -> Finding:
+    return _same(pair, "fingerprints", "packages")
+
+
+@pair_check(
+    "same hardware",
+    "one fingerprint",
+    "a time on other hardware is another quantity",
+    kinds=("speed",),
+)
+def same_hardware(pair: Pair) -> Finding:
+    return _same(pair, "fingerprints", "hardware")
+
+
+@pair_check(
+    "interleaved in time",
+    "neither arm ends before the other starts",
+    "a machine that slows down over the day would look like an arm",
+    effect="flag",
+    kinds=("speed",),
+)
+def interleaved(pair: Pair) -> Finding:
+    spans = {}
+    for name, runs in pair.arms.items():
+        times = [run.metrics["time_unix"] for run in runs if "time_unix" in run.metrics]
+        if times:
+            spans[name] = (min(t.min() for t in times), max(t.max() for t in times))
+    if len(spans) < 2:
+        return Finding(None, {}, "time_unix was never recorded")
+    values = {name: f"over {(end - start) / 60:.0f} min" for name, (start, end) in spans.items()}
+    first, second = sorted(spans, key=lambda name: spans[name][0])
+    apart = spans[first][1] <= spans[second][0]
+    return Finding(
+        not apart, values, f"every run of {first} ended before {second} began" if apart else ""
+    )
+
+
+@pair_check(
+    "conformance",
+    "three steps on one batch agree",
+    "both trainers must make the same update to be compared",
+)
+def conformance(pair: Pair) -> Finding:
+    verdicts = {
+        name: [run.run.get("conformance", {}).get("passed") for run in runs]
+        for name, runs in pair.arms.items()
+    }
+    values = {
+        name: f"{sum(v is True for v in seen)} of {len(seen)} runs record it passed"
+        for name, seen in verdicts.items()
+    }
+    failed = [
+        run.folder for run in pair.runs if run.run.get("conformance", {}).get("passed") is False
+    ]
+    if failed:
+        return Finding(False, values, f"failed in {', '.join(failed)}")
+    if not all(seen and all(seen) for seen in verdicts.values()):
+        return Finding(None, values, "run.json of some run records no conformance")
+    return Finding(True, values, "")
+
+
+@pair_check(
+    "nothing beyond the plan",
+    "no run outside plan.json",
+    "runs added or repeated after looking may be a selection",
+    effect="flag",
+)
+def nothing_beyond(pair: Pair) -> Finding:
+    extra = {
+        name: [run.folder for run in pair.experiment.beyond if run.system == name]
+        for name in pair.names
+    }
+    folders = [folder for names in extra.values() for folder in names]
+    values = {name: f"{len(names)} beyond" for name, names in extra.items()}
+    return Finding(
+        not folders, values, f"not in the analysis: {', '.join(folders)}" if folders else ""
+    )
+
+
+def protocol(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a configuration that every arm must share, by dotted key."""
+    return dict(_leaves({key: value for key, value in config.items() if key not in ARM_OWNED}))
+
+
+def differing_keys(leaves: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Keys on which flattened configurations disagree, with the values seen (as JSON)."""
+    seen: dict[str, set[str]] = {}
+    for key in dict.fromkeys(key for side in leaves for key in side):
+        values = {json.dumps(side.get(key), sort_keys=True) for side in leaves}
+        if len(values) > 1:
+            seen[key] = values
+    return seen
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _same(pair: Pair, *keys: str) -> Finding:
+    """Equal, present ``run.json`` values over all runs of both arms."""
+
+    def text(run: RunRecord) -> str | None:
+        value: Any = run.run
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return (
+            None
+            if value is None
+            else value
+            if isinstance(value, str)
+            else json.dumps(value, sort_keys=True)
+        )
+
+    seen = {name: {text(run) for run in runs} for name, runs in pair.arms.items()}
+    values = {
+        name: " or ".join(sorted("not recorded" if t is None else _short(t) for t in texts))
+        for name, texts in seen.items()
+    }
+    every = set().union(*seen.values())
+    key = ".".join(keys)
+    if None in every or not every:
+        return Finding(None, values, f"{key} is not recorded in every run.json")
+    return Finding(
+        len(every) == 1, values, f"{key} has {len(every)} values" if len(every) > 1 else ""
+    )
+
+
+def _short(text: str) -> str:
+    """A hash or a long text by its head."""
+    return text if len(text) <= 24 else f"{text[:12]}…"
+
+
+MATCHING = (
+    same_protocol,
+    same_prompts,
+    same_checkpoint,
+    same_code,
+    same_packages,
+    same_hardware,
+    interleaved,
+    conformance,
+    nothing_beyond,
+)

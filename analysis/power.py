@@ -1,0 +1,239 @@
+"""How many runs a claim needs, before the money is spent: power of Welch's test and of TOST, and smallest provable margins.
+
+For normal runs the difference of means and the two variances are independent, so the power is the mean, over the two
+chi-square laws of the variances, of a normal probability: computed on a fixed grid of their quantiles, without random
+draws, and right for unequal spreads, where textbook formulas are not.
+
+    python -m analysis.power                      in units of the spread between runs
+    python -m analysis.power runs/moe_vl/tiny     with the spread that a pilot's finished runs show
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy import optimize, stats
+
+TARGET_POWER = 0.8
+MAX_RUNS = 10_000
+SPREAD_LEVEL = 0.8
+"""Level of the spread's own interval in a range of needed runs: at n = 3 a 95 % one spans a factor of 12."""
+
+
+def tost_power(
+    n: int,
+    sd: float,
+    sd_baseline: float,
+    margin: float,
+    *,
+    difference: float = 0.0,
+    alpha: float = 0.05,
+) -> float:
+    """Probability that Welch's TOST shows |difference| < margin with ``n`` normal runs a side (Schuirmann 1987).
+
+    All of sd, margin and difference are in one unit (for a ratio endpoint: of the logarithm).
+    """
+    standard_error, critical, scale = _welch_grid(n, sd, sd_baseline, 1 - alpha)
+    half_width = margin - critical * standard_error
+    inside = stats.norm.cdf((half_width - difference) / scale) - stats.norm.cdf(
+        (-half_width - difference) / scale
+    )
+    return float(np.where(half_width > 0, inside, 0.0).mean())
+
+
+def welch_power(
+    n: int, sd: float, sd_baseline: float, difference: float, *, alpha: float = 0.05
+) -> float:
+    """Probability that Welch's two-sided test sees a true ``difference`` with ``n`` normal runs a side."""
+    standard_error, critical, scale = _welch_grid(n, sd, sd_baseline, 1 - alpha / 2)
+    beyond = critical * standard_error
+    above = stats.norm.sf((beyond - difference) / scale)
+    below = stats.norm.cdf((-beyond - difference) / scale)
+    return float((above + below).mean())
+
+
+def runs_for_equivalence(
+    sd: float,
+    sd_baseline: float,
+    margin: float,
+    *,
+    alpha: float = 0.05,
+    power: float = TARGET_POWER,
+) -> int | None:
+    """Least runs a side for TOST to reach ``power`` where the arms are truly equal; None above 10,000."""
+    return _least_n(lambda n: tost_power(n, sd, sd_baseline, margin, alpha=alpha), power)
+
+
+def runs_for_difference(
+    sd: float,
+    sd_baseline: float,
+    difference: float,
+    *,
+    alpha: float = 0.05,
+    power: float = TARGET_POWER,
+) -> int | None:
+    """Least runs a side for Welch's test to see ``difference`` with ``power``; None above 10,000."""
+    return _least_n(lambda n: welch_power(n, sd, sd_baseline, difference, alpha=alpha), power)
+
+
+@dataclass(frozen=True)
+class NeededRuns:
+    """Runs a side that would settle equivalence: at the lower bound of the spread, its estimate, its upper bound.
+
+    None stands for more than 10,000.
+    """
+
+    low: int | None
+    estimate: int | None
+    high: int | None
+
+    def at_least(self, n: int) -> NeededRuns:
+        """The same range, cut at ``n`` from below."""
+        return NeededRuns(
+            *(m if m is None else max(m, n) for m in (self.low, self.estimate, self.high))
+        )
+
+    def __str__(self) -> str:
+        low, estimate, high = (
+            f"more than {MAX_RUNS:,}" if n is None else str(n)
+            for n in (self.low, self.estimate, self.high)
+        )
+        return low if low == high else f"about {estimate} (range {low} to {high})"
+
+
+def needed_runs(
+    sd: float, sd_baseline: float, df: float, margin: float, *, alpha: float = 0.05
+) -> NeededRuns:
+    """Runs a side that TOST needs at a true difference of 0, with the chi-square interval of the spread (80 %).
+
+    df: degrees of freedom of the pooled spread, Welch-Satterthwaite's where the spreads differ.
+    """
+    tail = (1 - SPREAD_LEVEL) / 2
+    factors = (
+        math.sqrt(df / stats.chi2.ppf(1 - tail, df)),
+        1.0,
+        math.sqrt(df / stats.chi2.ppf(tail, df)),
+    )
+    return NeededRuns(
+        *(runs_for_equivalence(sd * f, sd_baseline * f, margin, alpha=alpha) for f in factors)
+    )
+
+
+@dataclass(frozen=True)
+class PowerRow:
+    """What ``n`` runs a side can show with power 0.8: margins and differences in the unit of the spread."""
+
+    n: int
+    smallest_margin: float
+    smallest_difference: float
+
+
+def power_table(
+    runs: Sequence[int] = (3, 4, 5, 8, 10, 15, 20),
+    spread: float = 1.0,
+    spread_baseline: float | None = None,
+    *,
+    alpha: float = 0.05,
+    power: float = TARGET_POWER,
+) -> tuple[PowerRow, ...]:
+    """Smallest provable margin (TOST, arms truly equal) and smallest visible difference (Welch) for each n.
+
+    ``spread`` is the standard deviation between runs; 1.0 gives the table in units of it. Raises ValueError for n < 3.
+    """
+    if min(runs) < 3:
+        raise ValueError(f"n = {min(runs)}: no inference is made from fewer than 3 runs a side")
+    other = spread if spread_baseline is None else spread_baseline
+    largest = max(spread, other)
+    rows = []
+    for n in runs:
+        margin = optimize.brentq(
+            lambda m, n=n: tost_power(n, spread, other, m, alpha=alpha) - power, 0, 100 * largest
+        )
+        difference = optimize.brentq(
+            lambda d, n=n: welch_power(n, spread, other, d, alpha=alpha) - power, 0, 100 * largest
+        )
+        rows.append(PowerRow(n, margin, difference))
+    return tuple(rows)
+
+
+def render_power_table(rows: Sequence[PowerRow], unit: str = "run SD", title: str = "") -> Table:
+    """A rich table of ``power_table``; unit "ratio" shows logarithms as percentages."""
+
+    def show(value: float) -> str:
+        return f"{math.expm1(value):.1%}" if unit == "ratio" else f"{value:.3g} {unit}"
+
+    table = Table(title=title or "What n runs a side can show (power 0.8)", title_justify="left")
+    table.add_column("runs a side", justify="right")
+    table.add_column("smallest margin for EQUIVALENT", justify="right")
+    table.add_column("smallest difference for DIFFERENT", justify="right")
+    for row in rows:
+        table.add_row(str(row.n), show(row.smallest_margin), show(row.smallest_difference))
+    return table
+
+
+@lru_cache(maxsize=4096)
+def _welch_grid(
+    n: int, sd: float, sd_baseline: float, quantile: float, points: int = 96
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """(standard errors, critical t values) over a grid of both variances' quantiles, and the true standard error."""
+    if n < 2:
+        raise ValueError(f"n = {n}: a spread needs two runs")
+    levels = (np.arange(points) + 0.5) / points
+    factor = stats.chi2.ppf(levels, n - 1) / (n - 1)
+    first = (sd**2 / n * factor)[:, None]
+    second = (sd_baseline**2 / n * factor)[None, :]
+    total = first + second
+    df = total**2 / ((first**2 + second**2) / (n - 1))
+    return np.sqrt(total), stats.t.ppf(quantile, df), math.sqrt((sd**2 + sd_baseline**2) / n)
+
+
+def _least_n(power_of, target: float) -> int | None:
+    """Smallest n >= 3 whose power reaches the target: doubling, then bisection (power rises with n)."""
+    high = 3
+    while power_of(high) < target:
+        high *= 2
+        if high > MAX_RUNS:
+            return None
+    low = max(2, high // 2)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power_of(middle) >= target else (middle, high)
+    return high
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table in units of the spread, or per endpoint of a pilot."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.power", description=__doc__)
+    parser.add_argument("pilot", nargs="?", help="a folder with plan.json and finished runs")
+    parser.add_argument("--runs", type=int, nargs="+", default=[3, 4, 5, 8, 10, 15, 20])
+    options = parser.parse_args(arguments)
+    console = Console()
+    if options.pilot is None:
+        console.print(render_power_table(power_table(options.runs)))
+        return
+    from analysis.load import (
+        load_experiment,
+    )  # here, so that submit can print the table without reading runs
+    from analysis.verdict import judge
+    from analysis.wording import margin
+
+    for result in judge(load_experiment(options.pilot)):
+        endpoint, comparison = result.endpoint, result.comparison
+        title = f"{endpoint.name}, margin {margin(endpoint)}"
+        if comparison is None:
+            console.print(f"{title}: no spread ({result.measurement.no_inference})")
+            continue
+        rows = power_table(options.runs, comparison.spread, comparison.spread_baseline)
+        unit = "ratio" if endpoint.scale == "ratio" else endpoint.unit
+        console.print(render_power_table(rows, unit, title))
+
+
+if __name__ == "__main__":
+    main()

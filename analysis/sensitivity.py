@@ -1,0 +1,135 @@
+"""Could the experiment have seen a difference? Checks of one endpoint's values, made before its verdict.
+
+Two arms that learned nothing, that both sit at the ceiling, or that both wait for a third thing are equal for a reason
+that has nothing to do with them. A metric whose values do not vary has no spread to judge a difference by.
+
+    checks = check_endpoint(pair, endpoint, values)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from analysis.checks import Check, Effect, Pair
+from analysis.load import steady
+from analysis.plan import Endpoint
+from analysis.summaries import initial_value
+
+
+def check_endpoint(
+    pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]
+) -> tuple[Check, ...]:
+    """The checks that apply to ``endpoint``; ``values`` holds one number a finished run, per arm."""
+    checks = [_resolution(endpoint, values)]
+    if endpoint.kind == "learning":
+        checks += [_learned(pair, endpoint, values), _headroom(endpoint, values)]
+    if endpoint.includes_waiting:
+        checks.append(_waiting(pair, endpoint))
+    return tuple(checks)
+
+
+def _resolution(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
+    """Identical values in an arm: no test is possible. Few distinct ones: the metric is coarse."""
+    distinct = {name: len(set(sample)) for name, sample in values.items()}
+    shown = {name: f"{distinct[name]} distinct of {len(values[name])}" for name in values}
+    constant = [name for name, sample in values.items() if len(sample) > 1 and distinct[name] == 1]
+    coarse = [name for name, sample in values.items() if distinct[name] < len(sample) / 2]
+    found = ""
+    if constant:
+        found = "; ".join(f"{name}: all values are {values[name][0]:g}" for name in constant)
+    elif coarse:
+        found = f"{', '.join(coarse)}: fewer distinct values than half the runs"
+    return Check(
+        name=f"resolution of {endpoint.name}",
+        passed=not found,
+        values=shown,
+        bound="values differ between the runs of an arm",
+        why="a metric that does not vary gives no spread to judge a difference by",
+        found=found,
+        effect="flag" if coarse and not constant else "invalid",
+        endpoints=(endpoint.name,),
+    )
+
+
+def _learned(pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
+    """Each arm's mean must have moved from where it started by more than the margin, in the right direction."""
+    sign = 1 if endpoint.direction == "higher" else -1
+    gains, starts = {}, {}
+    for name, runs in pair.arms.items():
+        if runs and len(values[name]):
+            starts[name] = float(np.mean([initial_value(endpoint, run) for run in runs]))
+            gains[name] = sign * (float(np.mean(values[name])) - starts[name])
+    least = {
+        name: endpoint.margin * (abs(starts[name]) if endpoint.scale == "ratio" else 1.0)
+        for name in gains
+    }
+    stuck = [name for name in gains if not gains[name] > least[name]]
+    effect: Effect = "invalid" if len(stuck) == len(gains) else "no_equivalence"
+    return Check(
+        name=f"{endpoint.name} was learned",
+        passed=not stuck if gains else None,
+        values={name: f"gain {gain:+.3g} from {starts[name]:.3g}" for name, gain in gains.items()},
+        bound=f"gain over the first evaluation > margin ({endpoint.margin:g})",
+        why="arms that learned nothing are equal for the wrong reason",
+        found=f"{' and '.join(stuck)} gained no more than the margin" if stuck else "",
+        effect=effect,
+        endpoints=(endpoint.name,),
+    )
+
+
+def _headroom(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
+    """At the ceiling every arm is equal; stay away from it by more than the margin to claim equality."""
+    sign = 1 if endpoint.direction == "higher" else -1
+    means = {name: float(np.mean(sample)) for name, sample in values.items() if len(sample)}
+    passed, found, bound = (
+        None,
+        "no ceiling is declared in the plan",
+        "distance to the ceiling > margin",
+    )
+    if endpoint.ceiling is not None:
+        room = endpoint.margin * (abs(endpoint.ceiling) if endpoint.scale == "ratio" else 1.0)
+        near = [name for name, mean in means.items() if sign * (endpoint.ceiling - mean) <= room]
+        passed = not near
+        found = f"{' and '.join(near)} within the margin of the ceiling" if near else ""
+        bound = f"distance to the ceiling {endpoint.ceiling:g} > margin ({endpoint.margin:g})"
+    return Check(
+        name=f"headroom of {endpoint.name}",
+        passed=passed,
+        values={name: f"mean {mean:.3g}" for name, mean in means.items()},
+        bound=bound,
+        why="at the ceiling a difference cannot show",
+        found=found,
+        effect="no_equivalence" if endpoint.ceiling is not None else "flag",
+        endpoints=(endpoint.name,),
+    )
+
+
+def _waiting(pair: Pair, endpoint: Endpoint) -> Check:
+    """Share of the step in which the trainer waits for generation, total over total across steady steps."""
+    limit = pair.plan.validity.waiting_share
+    shares = {}
+    for name, runs in pair.arms.items():
+        rows = [steady(run, pair.plan.exclusion) for run in runs]
+        if rows and all({"t_wait_s", "wall_s"} <= set(row) for row in rows):
+            wall = sum(row["wall_s"].sum() for row in rows)
+            if wall > 0:
+                shares[name] = float(sum(row["t_wait_s"].sum() for row in rows) / wall)
+    high = [name for name, share in shares.items() if share > limit]
+    measured = len(shares) == len(pair.arms)
+    found = (
+        f"{' and '.join(high)} waits longer: generation sets the pace, not the trainer"
+        if high
+        else ""
+    )
+    return Check(
+        name=f"waiting in {endpoint.name}",
+        passed=not high if measured else None,
+        values={name: f"{share:.0%} of the step" for name, share in shares.items()},
+        bound=f"waiting for generation <= {limit:.0%} of the step",
+        why="a trainer that waits hides how fast it is",
+        found=found if measured else "t_wait_s or wall_s was never recorded",
+        effect="no_equivalence",
+        endpoints=(endpoint.name,),
+    )

@@ -1,0 +1,78 @@
+"""One number a run: the pre-declared summary of an endpoint. Steps are never samples, and nothing is smoothed here.
+
+value = summarise(endpoint, run, plan.exclusion)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from analysis.load import RunRecord, steady
+from analysis.plan import STEPS, Endpoint, ExclusionRules, Rate
+
+
+class SummaryError(ValueError):
+    """A run that lacks what an endpoint needs; the message names run, field and step."""
+
+
+def summarise(endpoint: Endpoint, run: RunRecord, rules: ExclusionRules) -> float:
+    """The endpoint's value for a run, in the endpoint's unit. Raises SummaryError where the record lacks a field."""
+    if isinstance(endpoint.field, Rate):
+        return _total_rate(endpoint, run, rules)
+    series = curve(endpoint, run)
+    if endpoint.summary == "at_last_step":
+        last = run.metrics.index[-1]
+        if series.index[-1] != last:
+            raise SummaryError(
+                f"{run.folder}: {endpoint.field} is missing at the last step {last}; latest at step {series.index[-1]}"
+            )
+        return float(series.iloc[-1])
+    if endpoint.summary == "final_window_mean":
+        if len(series) < endpoint.window:
+            raise SummaryError(
+                f"{run.folder}: {endpoint.field} has {len(series)} records, the window is {endpoint.window}"
+            )
+        return float(series.iloc[-endpoint.window :].mean())
+    span = series.index[-1] - series.index[0]
+    if span == 0:
+        raise SummaryError(f"{run.folder}: {endpoint.field} has one record, an area needs two")
+    return float(np.trapezoid(series.to_numpy(), series.index.to_numpy()) / span)
+
+
+def curve(endpoint: Endpoint, run: RunRecord) -> pd.Series:
+    """The recorded values of a one-field endpoint by step. Raises SummaryError where there are none."""
+    if endpoint.field not in run.metrics:
+        raise SummaryError(f"{run.folder}: no record has the field {endpoint.field}")
+    return run.metrics[endpoint.field].dropna()
+
+
+def initial_value(endpoint: Endpoint, run: RunRecord) -> float:
+    """Where a learning endpoint started: its first record, or the mean of its first window."""
+    return float(curve(endpoint, run).iloc[: endpoint.window or 1].mean())
+
+
+def _total_rate(endpoint: Endpoint, run: RunRecord, rules: ExclusionRules) -> float:
+    """Sum of the numerators over sum of the denominators across steady steps (statistics: a ratio of totals)."""
+    rows = steady(run, rules)
+    if rows.empty:
+        raise SummaryError(f"{run.folder}: no steady step is left for {endpoint.name}")
+
+    def total(names: tuple[str, ...]) -> float:
+        amount = 0.0
+        for name in names:
+            if name == STEPS:
+                amount += len(rows)
+            elif name not in rows:
+                raise SummaryError(f"{run.folder}: no record has the field {name}")
+            elif rows[name].isna().any():
+                missing = rows.index[rows[name].isna()][0]
+                raise SummaryError(f"{run.folder}: {name} is missing at step {missing}")
+            else:
+                amount += float(rows[name].sum())
+        return amount
+
+    denominator = total(endpoint.field.denominator)
+    if denominator == 0:
+        raise SummaryError(f"{run.folder}: {' + '.join(endpoint.field.denominator)} sums to 0")
+    return total(endpoint.field.numerator) / denominator

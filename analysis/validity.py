@@ -1,0 +1,223 @@
+"""Is each run a training run? Its length, its gradient, its books, its lag, and the distribution it trained on.
+
+checks = check_runs(Pair(experiment, "molt"))
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+from scipy import stats
+
+from analysis.checks import Check, Finding, Pair, Problem, each_run, pair_check
+from analysis.load import RunRecord
+from analysis.matching import MATCHING
+
+LAG_GAP = 0.25
+"""Versions by which the arms' mean lag may differ before it is flagged."""
+
+
+def check_runs(pair: Pair) -> tuple[Check, ...]:
+    """Every check of the runs of a candidate and the baseline, in the order of the report."""
+    return tuple(look(pair) for look in (*HEALTH, *MATCHING))
+
+
+def _need(run: RunRecord, *names: str) -> pd.DataFrame:
+    """The run's training rows. Raises Problem where a field was never recorded."""
+    for name in names:
+        if name not in run.training or run.training[name].isna().all():
+            raise Problem(f"{name} was never recorded")
+    return run.training
+
+
+@pair_check(
+    "run accounting",
+    "at most {max_lost} lost an arm; uneven loss: Fisher p >= {fisher_p:g}",
+    "a mean over survivors flatters the arm that lost its worst runs",
+)
+def accounting(pair: Pair) -> Finding:
+    finished = [len(runs) for runs in pair.arms.values()]
+    planned = [len(pair.experiment.of(name)) for name in pair.names]
+    lost = [p - f for p, f in zip(planned, finished, strict=True)]
+    values = {n: f"{f} of {p} finished" for n, f, p in zip(pair.names, finished, planned)}
+    rule = pair.plan.lost_run_rule
+    p_value = float(stats.fisher_exact([finished, lost]).pvalue)
+    problems = [
+        f"{name}: {count} runs lost"
+        for name, count in zip(pair.names, lost)
+        if count > rule.max_lost
+    ]
+    if p_value < rule.fisher_p:
+        problems.append(f"runs were lost unevenly, Fisher p = {p_value:.3g}")
+    problems += [f"{n}: no finished run" for n, f in zip(pair.names, finished) if f == 0]
+    return Finding(not problems, values, "; ".join(problems))
+
+
+@pair_check(
+    "finite records",
+    "every recorded value is finite",
+    "a NaN is a failed step and must not vanish in a mean",
+)
+def finite_records(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> float:
+        if run.faults:
+            more = f" and {len(run.faults) - 1} more" if len(run.faults) > 1 else ""
+            raise Problem(run.faults[0].removeprefix(f"{run.folder}: ") + more)
+        return len(run.metrics)
+
+    return each_run(pair, judge, lambda seen: f"{sum(seen):.0f} records")
+
+
+@pair_check(
+    "full length",
+    "the last step is loop.steps",
+    "runs of unequal length are compared at different points",
+)
+def full_length(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> float:
+        last, planned = int(run.metrics.index.max()), run.config.get("loop", {}).get("steps")
+        if last != planned:
+            raise Problem(f"ends at step {last}, loop.steps is {planned}")
+        return last
+
+    return each_run(pair, judge, lambda seen: f"{min(seen):.0f} steps")
+
+
+@pair_check(
+    "policy updated",
+    "optimizer_steps and policy_version rise; grad_norm > 0 in {updated_share:.0%} of steps",
+    "throughput without a policy update is not training",
+)
+def policy_updated(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> float:
+        rows = _need(run, "optimizer_steps", "policy_version", "grad_norm")
+        for name in ("optimizer_steps", "policy_version"):
+            if not rows[name].iloc[-1] > rows[name].iloc[0]:
+                raise Problem(f"{name} stays at {rows[name].iloc[-1]:g}")
+        share = float((rows["grad_norm"] > 0).mean())
+        if share < pair.plan.validity.updated_share:
+            raise Problem(f"grad_norm > 0 in {share:.0%} of the steps only")
+        return share
+
+    return each_run(pair, judge, lambda seen: f"gradient in {min(seen):.0%} of steps")
+
+
+@pair_check(
+    "samples kept",
+    "mean kept_fraction >= {kept_fraction:g}",
+    "a batch rejected whole teaches nothing",
+)
+def samples_kept(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> float:
+        kept = float(_need(run, "kept_fraction")["kept_fraction"].mean())
+        if kept < pair.plan.validity.kept_fraction:
+            raise Problem(f"keeps {kept:.1%} of its samples")
+        return kept
+
+    return each_run(pair, judge, lambda seen: f"{min(seen):.1%} kept at least")
+
+
+@pair_check(
+    "same distribution",
+    "p99 <= {mismatch_p99:.0e} and max <= {mismatch_max:.0e} nats over >= {mismatch_tokens} tokens after each refit; "
+    "router ties < {tied_share:.1%}",
+    "engine and trainer must give a token the same log-probability",
+)
+def same_distribution(pair: Pair) -> Finding:
+    bounds = pair.plan.validity
+
+    def judge(run: RunRecord) -> tuple[float, float, float]:
+        rows = _need(run, "mismatch_p99", "mismatch_max", "mismatch_tokens")
+        probes = rows[rows["mismatch_p99"].notna()]
+        every = run.config.get("probe", {}).get("every", 1)
+        if len(probes) < len(rows) // every - 1:
+            raise Problem(f"mismatch measured in {len(probes)} of {len(rows)} steps")
+        for name, bound in (
+            ("mismatch_p99", bounds.mismatch_p99),
+            ("mismatch_max", bounds.mismatch_max),
+        ):
+            if probes[name].max() > bound:
+                raise Problem(
+                    f"{name} {probes[name].max():.2g} at step {probes[name].idxmax()}, bound {bound:.0e}"
+                )
+        tied = probes.get("tokens_router_tied", 0 * probes["mismatch_tokens"]).fillna(0)
+        scored = probes["mismatch_tokens"] + tied
+        if scored.min() < bounds.mismatch_tokens:
+            raise Problem(f"{scored.min():.0f} tokens scored at step {scored.idxmin()}")
+        share = float(tied.sum() / scored.sum())
+        if not share < bounds.tied_share:
+            raise Problem(f"{share:.2%} of the scored tokens have a tied router")
+        return float(probes["mismatch_p99"].max()), float(probes["mismatch_max"].max()), share
+
+    def show(seen: list[tuple[float, float, float]]) -> str:
+        p99, largest, tied = (max(column) for column in zip(*seen))
+        return f"p99 {p99:.1e}, max {largest:.1e}, tied {tied:.3%}"
+
+    return each_run(pair, judge, show)
+
+
+@pair_check(
+    "books closed",
+    "generated = trained + dropped + in flight, for tokens and groups, at every step",
+    "tokens or groups lost silently bias what is trained on",
+)
+def books_closed(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> float:
+        for unit in ("tokens", "groups"):
+            names = [f"{unit}_{book}" for book in ("generated", "trained", "in_flight", "dropped")]
+            rows = _need(run, *names[:3])
+            dropped = rows.get(names[3], 0 * rows[names[0]]).fillna(0)
+            missing = rows[names[0]] - rows[names[1]] - rows[names[2]] - dropped
+            if not (missing == 0).all():
+                step = missing.index[missing != 0][0]
+                raise Problem(f"{missing.loc[step]:.0f} {unit} unaccounted for at step {step}")
+        return float(rows["groups_trained"].iloc[-1])
+
+    return each_run(pair, judge, lambda seen: f"{sum(seen):,.0f} groups trained, none missing")
+
+
+@pair_check(
+    "lag bounded", "lag_max <= loop.max_staleness", "staler data than declared is another algorithm"
+)
+def lag_bounded(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> float:
+        largest = float(_need(run, "lag_max")["lag_max"].max())
+        bound = run.config.get("loop", {}).get("max_staleness")
+        if bound is None or largest > bound:
+            raise Problem(f"lag_max {largest:g}, loop.max_staleness is {bound}")
+        return largest
+
+    return each_run(pair, judge, lambda seen: f"lag at most {max(seen):g}")
+
+
+@pair_check(
+    "similar lag",
+    f"mean lag within {LAG_GAP} versions",
+    "a slower trainer sees staler data: part of the system, but good to know",
+    effect="flag",
+)
+def similar_lag(pair: Pair) -> Finding:
+    means = {
+        name: sum(run.training["lag_mean"].mean() for run in runs) / len(runs)
+        for name, runs in pair.arms.items()
+        if runs and all("lag_mean" in run.training for run in runs)
+    }
+    values = {name: f"mean lag {mean:.2f}" for name, mean in means.items()}
+    if len(means) < 2:
+        return Finding(None, values, "lag_mean was never recorded")
+    gap = abs(means[pair.candidate] - means[pair.plan.baseline])
+    return Finding(
+        gap <= LAG_GAP, values, f"mean lag differs by {gap:.2f} versions" if gap > LAG_GAP else ""
+    )
+
+
+HEALTH = (
+    accounting,
+    finite_records,
+    full_length,
+    policy_updated,
+    samples_kept,
+    same_distribution,
+    books_closed,
+    lag_bounded,
+    similar_lag,
+)

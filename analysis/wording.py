@@ -1,0 +1,109 @@
+"""Numbers and sentences as a person reads them: the one place that words an effect, a margin, a claim.
+
+Every verdict comes with the sentence that may be written in a paper and the one that may not.
+"""
+
+from __future__ import annotations
+
+import math
+
+from analysis.inference import Comparison
+from analysis.plan import Endpoint
+
+MINUS = "\u2212"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Significant digits without trailing noise: 0.8125, 119.4, 3.21e-05."""
+    if not math.isfinite(value):
+        return "\u2013"
+    return f"{value:.{digits}g}".replace("-", MINUS)
+
+
+def effect(endpoint: Endpoint, value: float) -> str:
+    """A difference with its sign, or a ratio as a signed percentage."""
+    if endpoint.scale == "ratio":
+        return f"{value - 1:+.1%}".replace("-", MINUS).replace("%", "\u202f%")
+    decimals = max(0, 1 - math.floor(math.log10(endpoint.margin)))
+    text = f"{value:+.{decimals}f}" if decimals <= 5 else f"{value:+.3g}"
+    return text.replace("-", MINUS)
+
+
+def interval(endpoint: Endpoint, low: float, high: float) -> str:
+    return f"[{effect(endpoint, low)}, {effect(endpoint, high)}]"
+
+
+def margin(endpoint: Endpoint) -> str:
+    """The margin as declared: ±0.03 share, or ±10 % (as a ratio)."""
+    if endpoint.scale == "ratio":
+        return f"±{endpoint.margin * 100:g}\u202f%"
+    return f"±{endpoint.margin:g} {endpoint.unit}"
+
+
+def probability(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+def better(endpoint: Endpoint, comparison: Comparison) -> str:
+    """ "better" or "worse": the candidate against the baseline, by the declared direction."""
+    neutral = 1.0 if endpoint.scale == "ratio" else 0.0
+    return (
+        "better" if (comparison.estimate > neutral) == (endpoint.direction == "higher") else "worse"
+    )
+
+
+def evidence(endpoint: Endpoint, comparison: Comparison, equivalence: bool) -> str:
+    """The numbers a sentence must carry: estimate, interval, test and n."""
+    if equivalence:
+        low, high, p = comparison.tost_low, comparison.tost_high, comparison.p_equivalence
+        level, test = 2 * comparison.level - 1, "TOST"
+    else:
+        low, high, p = comparison.ci_low, comparison.ci_high, comparison.p_difference
+        level, test = comparison.level, "Welch"
+    kind = "relative difference" if endpoint.scale == "ratio" else "difference"
+    unit = "" if endpoint.scale == "ratio" else f" {endpoint.unit}"
+    return (
+        f"{kind} {effect(endpoint, comparison.estimate)}{unit}, {level * 100:.0f}\u202f% CI "
+        f"{interval(endpoint, low, high)}, {test} {probability(p)}, n = {comparison.n} and {comparison.n_baseline} runs"
+    )
+
+
+def sentences(
+    verdict: str,
+    endpoint: Endpoint,
+    candidate: str,
+    baseline: str,
+    comparison: Comparison | None,
+    outlook: str,
+) -> tuple[str, str]:
+    """(may be written, may not be written). ``outlook``: why INVALID, or what would settle INCONCLUSIVE."""
+    pair, name = f"{candidate} and {baseline}", endpoint.name
+    if verdict == "INVALID" or comparison is None:
+        return (
+            f"The runs support no statement about {name}: {outlook}.",
+            f"Any comparison of {pair} in {name}, with or without numbers.",
+        )
+    same_start = "trained from one initial checkpoint"
+    if verdict == "EQUIVALENT":
+        return (
+            f"{pair}, {same_start}, are equivalent in {name} within {margin(endpoint)} "
+            f"({evidence(endpoint, comparison, True)}).",
+            f"{pair} are identical, or equivalent within less than {margin(endpoint)}, or from other initial weights.",
+        )
+    if verdict == "NON-INFERIOR":
+        return (
+            f"{candidate}, {same_start}, is not worse than {baseline} in {name} by more than {margin(endpoint)[1:]} "
+            f"({evidence(endpoint, comparison, True)}).",
+            f"{candidate} is better than {baseline}, or equivalent to it.",
+        )
+    if verdict == "DIFFERENT":
+        return (
+            f"{candidate} is {better(endpoint, comparison)} than {baseline} in {name}, {same_start} "
+            f"({evidence(endpoint, comparison, False)}).",
+            f"The gap is exactly {effect(endpoint, comparison.estimate)}, or holds on other tasks, scales or initial "
+            "weights.",
+        )
+    return (
+        f"Whether {pair} differ in {name} is open ({evidence(endpoint, comparison, False)}); {outlook}.",
+        f"{pair} are comparable, on par, or not significantly different in {name}.",
+    )
