@@ -1,0 +1,189 @@
+"""``shapes``: pictures of coloured squares, and questions with one right answer each.
+
+Built in because it needs the whole path (image processor, vision tower, expert routing, sampling, a verifiable reward) and is
+learned from scratch in minutes. An item is a pure function of its stream, seed and index; nothing is stored.
+
+    question  color   one square: "what color is the square?" -> "red"
+              left    two squares: "what color is the left square?" -> "red"
+              larger  two squares: "what color is the larger square?" -> "red"
+              list    several, in a row: "name the colors of all squares from left to right" -> "red, blue, red"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from molt_core.data import Item
+
+NAME = "shapes"
+
+PALETTE = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 80, 220),
+    "grey": (128, 128, 128),
+    "yellow": (230, 210, 50),
+    "purple": (150, 60, 190),
+    "orange": (240, 140, 40),
+    "cyan": (60, 200, 210),
+}
+
+QUESTIONS = {
+    "color": "what color is the square?",
+    "left": "what color is the left square?",
+    "larger": "what color is the larger square?",
+    "list": "name the colors of all squares from left to right",
+}
+
+_TRAIN, _EVAL = 0, 1
+_SIDE = 32
+"""Height of every picture, and width of all but ``list``'s, in pixels."""
+_SLOT = 16
+"""Width of a place for one square of ``list``."""
+
+
+@dataclass(frozen=True)
+class ShapesVariant:
+    """Parameters of the task (``task.variant`` in the configuration).
+
+    colors: how many of the palette are in use. noise: standard deviation added to every channel, in grey levels of 255.
+    squares and fewest: most and least squares of ``list``. partial: reward of ``list`` is the share of right places instead
+    of all or nothing.
+    """
+
+    question: str = "color"
+    colors: int = 4
+    noise: float = 10.0
+    squares: int = 4
+    fewest: int = 2
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.question in QUESTIONS, "question", self.question, f"one of {list(QUESTIONS)}")
+        _require(2 <= self.colors <= len(PALETTE), "colors", self.colors, f"2 to {len(PALETTE)}")
+        _require(0 <= self.noise <= 128, "noise", self.noise, "0 to 128")
+        _require(1 <= self.squares <= 8, "squares", self.squares, "1 to 8")
+        _require(
+            1 <= self.fewest <= self.squares, "fewest", self.fewest, "1 to task.variant.squares"
+        )
+
+    @classmethod
+    def from_config(cls, variant: Mapping[str, Any]) -> ShapesVariant:
+        """Raises ValueError that names the key at fault."""
+        kinds = {f.name: type(f.default) for f in fields(cls)}
+        for key, value in variant.items():
+            if key not in kinds:
+                raise ValueError(
+                    f"task.variant.{key} is unknown to shapes; it knows {sorted(kinds)}"
+                )
+            kind = (int, float) if kinds[key] is float else kinds[key]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kinds[key] is not bool):
+                raise ValueError(
+                    f"task.variant.{key}: {value!r} is not of type {kinds[key].__name__}"
+                )
+        return cls(**variant)
+
+    def train_item(self, seed: int, number: int) -> Item:
+        return self._item(f"train-{seed}-{number}", (_TRAIN, seed, number))
+
+    def eval_item(self, number: int) -> Item:
+        """Held-out item: the same for every run seed, from a stream that no training item comes from."""
+        return self._item(f"eval-{number}", (_EVAL, number))
+
+    def grade(self, answer: str, text: str) -> float:
+        """1.0 for the answer itself; with ``partial``, the share of places named rightly, over the longer of both lists."""
+        if not self.partial:
+            return float(text.strip() == answer)
+        right, given = answer.split(", "), text.strip().split(", ")
+        return sum(a == b for a, b in zip(right, given)) / max(len(right), len(given))
+
+    def _item(self, item_id: str, entropy: tuple[int, ...]) -> Item:
+        rng = np.random.default_rng(entropy)
+        picture, answer = _DRAW[self.question](self, rng)
+        if self.noise:
+            picture = picture + rng.normal(0.0, self.noise, picture.shape)
+        return Item(
+            prompt_id=f"{NAME}-{item_id}",
+            messages=(
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image"},
+                        {"type": "text", "text": QUESTIONS[self.question]},
+                    ],
+                },
+            ),
+            images=(np.clip(np.rint(picture), 0, 255).astype(np.uint8),),
+            answer=answer,
+        )
+
+    def _color(self, rng: np.random.Generator) -> str:
+        return list(PALETTE)[rng.integers(self.colors)]
+
+    def _two_colors(self, rng: np.random.Generator) -> tuple[str, str]:
+        first, second = rng.choice(self.colors, 2, replace=False)
+        return list(PALETTE)[first], list(PALETTE)[second]
+
+
+def _require(holds: bool, key: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"task.variant.{key}: {value!r} is not {allowed}")
+
+
+def _canvas(width: int = _SIDE) -> np.ndarray:
+    return np.full((_SIDE, width, 3), 255.0)
+
+
+def _paint(canvas: np.ndarray, top: int, left: int, side: int, color: str) -> None:
+    canvas[top : top + side, left : left + side] = PALETTE[color]
+
+
+def _one_square(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    canvas, side, color = _canvas(), int(rng.integers(12, 24)), variant._color(rng)
+    top, left = rng.integers(0, _SIDE - side + 1, 2)
+    _paint(canvas, top, left, side, color)
+    return canvas, color
+
+
+def _left_of_two(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    canvas, colors, half = _canvas(), variant._two_colors(rng), _SIDE // 2
+    for column, color in enumerate(colors):
+        side = int(rng.integers(8, half))
+        top, left = rng.integers(0, _SIDE - side + 1), rng.integers(0, half - side + 1)
+        _paint(canvas, top, column * half + left, side, color)
+    return canvas, colors[0]
+
+
+def _larger_of_two(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    """The two share the picture's height or width and never overlap; sides differ by 5 pixels or more."""
+    canvas, colors, half = _canvas(), variant._two_colors(rng), _SIDE // 2
+    sides = (int(rng.integers(12, half + 1)), int(rng.integers(4, 8)))
+    first, across = rng.integers(2), rng.integers(2)
+    for place, (side, color) in enumerate(zip(sides, colors)):
+        along = ((place + first) % 2) * half + int(rng.integers(0, half - side + 1))
+        beside = int(rng.integers(0, _SIDE - side + 1))
+        _paint(canvas, *((beside, along) if across else (along, beside)), side, color)
+    return canvas, colors[0]
+
+
+def _row_of_squares(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    count = int(rng.integers(variant.fewest, variant.squares + 1))
+    canvas = _canvas(_SLOT * variant.squares)
+    colors = [variant._color(rng) for _ in range(count)]
+    for place, color in enumerate(colors):
+        side = int(rng.integers(8, 14))
+        top, left = rng.integers(0, _SIDE - side + 1), rng.integers(0, _SLOT - side + 1)
+        _paint(canvas, top, place * _SLOT + left, side, color)
+    return canvas, ", ".join(colors)
+
+
+_DRAW = {
+    "color": _one_square,
+    "left": _left_of_two,
+    "larger": _larger_of_two,
+    "list": _row_of_squares,
+}

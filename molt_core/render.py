@@ -1,0 +1,107 @@
+"""From an item to the tokens that the policy sees: chat template, tokenizer, image processor.
+
+The engine takes one placeholder an image and expands it itself (``collapsed``); the trainer takes the expanded ids and the
+patches. Both come from here, so that the forward passes agree on where an image is, and nothing is ever re-tokenised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
+from molt_core.data import Item
+from molt_core.types import ImageInput, Prompt
+
+_TEMPLATES_KEPT = 4096
+
+
+class Renderer:
+    """Renders items for the model in ``folder``. Thread-safe after construction; the rendered chat templates are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._image_token: int | None = getattr(config, "image_token_id", None)
+        self._image_processor = (
+            AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            if self._image_token is not None
+            else None
+        )
+        self._template_ids = lru_cache(_TEMPLATES_KEPT)(self._render_template)
+
+    @property
+    def merge_size(self) -> int:
+        """Patches a side that become one token."""
+        return self._image_processor.merge_size if self._image_processor is not None else 1
+
+    def prompt(self, item: Item, index: int) -> Prompt:
+        """``item`` as a prompt, ``index`` its place in the dispatch order.
+
+        Raises ValueError where the conversation's image places and the item's images differ in number.
+        """
+        collapsed = self._template_ids(json.dumps(item.messages))
+        places = [i for i, token in enumerate(collapsed) if token == self._image_token]
+        if len(places) != len(item.images):
+            raise ValueError(
+                f"prompt {item.prompt_id}: its messages have places for {len(places)} images and it has {len(item.images)}; "
+                'give one {"type": "image"} part an image, and no placeholder token in the text'
+            )
+        token_ids: list[int] = []
+        images: list[ImageInput] = []
+        cursor = 0
+        for place, pixels in zip(places, item.images):
+            token_ids += collapsed[cursor:place]
+            images.append(self._image(pixels, start=len(token_ids)))
+            token_ids += [self._image_token] * images[-1].length
+            cursor = place + 1
+        token_ids += collapsed[cursor:]
+        return Prompt(
+            item.prompt_id, index, tuple(token_ids), tuple(images), item.answer, item.info
+        )
+
+    def collapsed(self, prompt: Prompt) -> list[int]:
+        """The prompt with one placeholder an image: what the engine takes together with the images."""
+        return collapse(prompt.token_ids, prompt.images)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, nothing added."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _render_template(self, messages: str) -> tuple[int, ...]:
+        text = self._tokenizer.apply_chat_template(
+            json.loads(messages), add_generation_prompt=True, tokenize=False
+        )
+        return tuple(self.encode(text))
+
+    def _image(self, pixels: np.ndarray, start: int) -> ImageInput:
+        features = self._image_processor(
+            images=pixels, input_data_format="channels_last", return_tensors="np"
+        )
+        grid = tuple(int(n) for n in features["image_grid_thw"][0])
+        return ImageInput(
+            pixels=pixels,
+            patches=np.asarray(features["pixel_values"], dtype=np.float32),
+            grid_thw=grid,
+            start=start,
+            length=grid[0] * grid[1] * grid[2] // self.merge_size**2,
+        )
+
+
+def collapse(token_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
+    """``token_ids`` with the span of each image cut to its first placeholder. Spans ascend and do not overlap."""
+    out: list[int] = []
+    cursor = 0
+    for image in images:
+        out += token_ids[cursor : image.start + 1]
+        cursor = image.start + image.length
+    out += token_ids[cursor:]
+    return out
