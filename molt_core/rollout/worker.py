@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from molt_core.agents.base import make_agent
+from molt_core.agents.base import load_agent
 from molt_core.config import RunConfig, SamplingConfig
 from molt_core.data import prompt_source
 from molt_core.models.load import eos_token_id, excluded_token_ids
@@ -31,7 +31,7 @@ class RolloutWorker:
         self.renderer = Renderer(self.checkpoint)
         self.train = prompt_source(self.config.task, split="train", seed=self.config.seed)
         self.held_out = prompt_source(self.config.task, split="eval", seed=0)
-        self.agent = make_agent(self.config.task)
+        self.agent = load_agent(self.config.task)
         self.tokens_generated = 0
         self.engine = Engine(
             self.checkpoint,
