@@ -1,0 +1,185 @@
+"""The baseline trainer: Megatron-Core's model, DistributedDataParallel and DistributedOptimizer as a TrainBackend.
+
+    trainer:
+      backend: harness.baselines.megatron_core:MegatronCoreBackend
+      layout: {tensor_parallel: 2, expert_parallel: 2, expert_tensor_parallel: 1}
+
+What this project adds to Megatron-Core is in ``megatron_model`` (vision, multimodal RoPE), ``megatron_weights`` (names and cuts),
+``megatron_layout`` (what is refused) and, without a GPU only, ``megatron_cpu``. The layers are those of Megatron's local
+specification on every device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
+
+from harness.baselines import megatron_cpu
+from harness.baselines.megatron_layout import Layout
+from harness.baselines.megatron_model import (
+    VisionLanguageModel,
+    check_supported,
+    transformer_config,
+)
+from harness.baselines.megatron_weights import load_weights, weight_entries
+from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
+from molt_core.models.load import load_policy
+from molt_core.train.collate import MicroBatch
+from molt_core.train.optimizer import decays, lr_factor
+
+
+class MegatronCoreBackend:
+    """See ``TrainBackend``. ``trainer.layout``: see ``megatron_layout.Layout``."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
+        total_steps: int,
+    ) -> None:
+        self.device = torch.device(trainer.device)
+        on_cpu = self.device.type == "cpu"
+        self._in_optimizer = megatron_cpu.cuda_type_names if on_cpu else contextlib.nullcontext
+        dtype = getattr(torch, model.dtype)
+        policy = load_policy(checkpoint, dtype)
+        check_supported(policy.config)
+        text = policy.config.text_config
+        layout = Layout.of(trainer.layout, dist.get_world_size(), text)
+        if on_cpu:
+            megatron_cpu.install()
+        cuts = layout.join()
+        if not on_cpu:
+            model_parallel_cuda_manual_seed(0)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_size = parallel_state.get_data_parallel_world_size()
+        self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
+
+        config = transformer_config(text, layout, dtype, trainer.device)
+        self.model = VisionLanguageModel(config, text, policy.model.visual)
+        self.model.to(device=self.device, dtype=dtype).train()
+        self._entries = weight_entries(self.model, text, cuts)
+        load_weights(self._entries, dict(policy.named_parameters()))
+        self.ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            self.model,
+        )
+        self.optimizer = self._build_optimizer(optimizer, dtype)
+
+    def _build_optimizer(self, optimizer: OptimizerConfig, dtype: torch.dtype):
+        config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.clip_norm,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        undecayed = ParamPredicate("undecayed", lambda p: not decays(p.dim(), optimizer))
+        with self._in_optimizer():
+            return get_megatron_optimizer(
+                config,
+                [self.ddp],
+                config_overrides={ParamKey(predicate=undecayed): {"wd_mult": 0.0}},
+                use_gloo_process_groups=False,
+            )
+
+    def action_logits(self, micro_batch: MicroBatch) -> torch.Tensor:
+        self._length = micro_batch.token_ids.shape[1]
+        return self.ddp(micro_batch.to(self.device))
+
+    @torch.no_grad()
+    def router_gap(self) -> torch.Tensor | None:
+        gaps = []
+        for router in self.model.routers:
+            best = router.last_logits.float().softmax(-1).topk(router.topk + 1, dim=-1).values
+            gaps.append(best[..., -2] - best[..., -1])
+        gap = torch.stack(gaps).amin(0)
+        if self.model.config.sequence_parallel:
+            gap = gather_from_sequence_parallel_region(gap)
+        return gap[: self._length].T.contiguous()
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        with contextlib.nullcontext() if is_last else self.ddp.no_sync():
+            loss.backward()
+        if is_last:
+            finalize_model_grads([self.ddp])
+
+    def optimizer_step(self) -> float:
+        factor = lr_factor(self._steps, self._total_steps, self._optimizer_config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._optimizer_config.lr * factor
+            group["weight_decay"] = group_weight_decay(group, self._optimizer_config)
+        with self._in_optimizer():
+            _, norm, _ = self.optimizer.step()
+        self._steps += 1
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for entry in self._entries:
+            yield from zip(entry.names, entry.whole())
+
+    def save(self, folder: Path) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(
+            {
+                "steps": self._steps,
+                "parameters": [[p.detach() for p in group["params"]] for group in self._groups()],
+                "optimizers": [part.optimizer.state_dict() for part in self._parts()],
+            },
+            Path(folder) / _shard_name(),
+        )
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Raises FileNotFoundError where ``folder`` was written by another number of ranks."""
+        state = torch.load(Path(folder) / _shard_name(), map_location=self.device)
+        self._steps = state["steps"]
+        for group, saved in zip(self._groups(), state["parameters"], strict=True):
+            for parameter, value in zip(group["params"], saved, strict=True):
+                parameter.copy_(value)
+        for part, saved in zip(self._parts(), state["optimizers"], strict=True):
+            part.optimizer.load_state_dict(saved)
+            part._copy_main_params_to_model_params()
+        self.ddp.start_param_sync(force_sync=True)
+
+    def _parts(self) -> list:
+        """Megatron steps dense and expert parameters by an optimiser each."""
+        return self.optimizer.chained_optimizers
+
+    def _groups(self) -> list[dict]:
+        return self.optimizer.param_groups
+
+
+def group_weight_decay(group: dict, config: OptimizerConfig) -> float:
+    """Megatron applies ``wd_mult`` in its own scheduler only; without this, norms and biases would be decayed too."""
+    return config.weight_decay * group["wd_mult"]
+
+
+def _shard_name() -> str:
+    return f"rank{dist.get_rank()}-of-{dist.get_world_size()}.pt"

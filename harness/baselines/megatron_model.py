@@ -1,0 +1,278 @@
+"""Qwen3-VL-MoE as Megatron-Core builds it: a GPTModel with MoE layers behind the Hugging Face vision tower.
+
+Megatron has neither interleaved multimodal RoPE nor deepstack; both are added as modules that its layer specification takes,
+so that GPTModel itself is unchanged:
+
+- ``InterleavedMRoPE`` stands where GPTModel keeps its rotary embedding, and gives angles ``[T, B, 1, head_dim]``;
+- ``DeepstackLayer`` is a transformer layer that adds the vision tower's intermediate features after itself;
+- ``ObservedRouter`` is Megatron's router that keeps its logits, for the distance to a tie.
+
+Hidden states are ``[T, B, hidden]``, and split over T between tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import MegatronModule, TransformerConfig, TransformerLayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import nn
+
+from harness.baselines.megatron_layout import Layout
+from molt_core.train.collate import MicroBatch
+
+
+def check_supported(config) -> None:
+    """Raise ValueError for a Hugging Face ``config`` with something that this translation does not cover."""
+    text = config.text_config
+    rope = text.rope_parameters
+    expected = {
+        "model_type": (config.model_type, "qwen3_vl_moe"),
+        "text_config.hidden_act": (text.hidden_act, "silu"),
+        "text_config.attention_bias": (text.attention_bias, False),
+        "text_config.attention_dropout": (text.attention_dropout, 0.0),
+        "text_config.decoder_sparse_step": (text.decoder_sparse_step, 1),
+        "text_config.mlp_only_layers": (list(text.mlp_only_layers or []), []),
+        "text_config.rope_parameters.rope_type": (rope.get("rope_type", "default"), "default"),
+        "tie_word_embeddings": (bool(config.tie_word_embeddings), False),
+    }
+    for key, (found, supported) in expected.items():
+        if found != supported:
+            raise ValueError(
+                f"the Megatron-Core backend knows {key}: {supported!r} only, the checkpoint has {found!r}; "
+                "use trainer.backend: fsdp2"
+            )
+
+
+def transformer_config(text, layout: Layout, dtype: torch.dtype, device: str) -> TransformerConfig:
+    """Megatron's description of the decoder ``text`` (a Hugging Face text config)."""
+    return TransformerConfig(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        kv_channels=text.head_dim,
+        ffn_hidden_size=text.moe_intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=text.rms_norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        num_moe_experts=text.num_experts,
+        moe_ffn_hidden_size=text.moe_intermediate_size,
+        moe_router_topk=text.num_experts_per_tok,
+        # Top-k of the logits, then softmax over those k: the same numbers as softmax, top-k, renormalise.
+        moe_router_pre_softmax=False,
+        moe_router_score_function="softmax",
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="alltoall",
+        mrope_section=text.rope_parameters["mrope_section"],
+        tensor_model_parallel_size=layout.tensor_parallel,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel,
+        sequence_parallel=layout.tensor_parallel > 1,
+        # Gradients are summed over the data ranks, not averaged: the loss has its global denominator already.
+        calculate_per_token_loss=True,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Sets the attributes by which Megatron counts a sharded gradient once in the norm; the values are overwritten.
+        perform_initialization=True,
+        use_cpu_initialization=device == "cpu",
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+class RMSNorm(nn.RMSNorm):
+    """Megatron's plain-torch norm refuses sequence parallelism; this one tells Megatron to sum its gradient over the ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class InterleavedMRoPE(nn.Module):
+    """Angles of Qwen3-VL's rotary embedding: frequency 3i is turned by time, 3i + 1 by height, 3i + 2 by width.
+
+    Height and width end at three times their section; what is left belongs to time.
+    """
+
+    def __init__(self, head_dim: int, base: float) -> None:
+        super().__init__()
+        self.register_buffer(
+            "inverse_frequencies",
+            1.0 / base ** (torch.arange(0, head_dim, 2).float() / head_dim),
+            persistent=False,
+        )
+
+    def forward(
+        self, position_ids: torch.Tensor, section: list[int], cp_group=None
+    ) -> torch.Tensor:
+        """position_ids ``[3, B, T]`` to angles ``[T, B, 1, head_dim]``."""
+        angles = position_ids.float()[..., None] * self.inverse_frequencies
+        merged = angles[0].clone()
+        for axis in (1, 2):
+            own = slice(axis, 3 * section[axis], 3)
+            merged[..., own] = angles[axis][..., own]
+        return torch.cat([merged, merged], -1).transpose(0, 1)[:, :, None].contiguous()
+
+
+class DeepstackLayer(TransformerLayer):
+    """A transformer layer that adds ``visual_delta`` (``[T, B, hidden]``, zero at text) to its output."""
+
+    visual_delta: torch.Tensor | None = None
+
+    def forward(self, *args, **kwargs):
+        hidden, context = super().forward(*args, **kwargs)
+        return hidden if self.visual_delta is None else hidden + self.visual_delta, context
+
+
+class ObservedRouter(TopKRouter):
+    """Keeps the logits ``[T, B, experts]`` of its last forward."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        logits = super().gating(input)
+        self.last_logits = logits.detach()
+        return logits
+
+
+def _decoder_specification(config: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm"
+    )
+    layer.module = DeepstackLayer
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    parts.mlp.submodules.router = ObservedRouter
+    layers: list[ModuleSpec] = [layer] * config.num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+class VisionLanguageModel(MegatronModule):
+    """``forward(micro_batch)``: logits ``[N, vocabulary]`` float32 at the positions that predict action tokens."""
+
+    def __init__(self, config: TransformerConfig, text, visual: nn.Module) -> None:
+        super().__init__(config)
+        self.visual = visual
+        self.language_model = GPTModel(
+            config,
+            _decoder_specification(config),
+            vocab_size=text.vocab_size,
+            max_sequence_length=text.max_position_embeddings,
+            parallel_output=False,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="mrope",
+            rotary_base=text.rope_parameters["rope_theta"],
+            scatter_embedding_sequence_parallel=False,
+        )
+        self.language_model.rotary_pos_emb = InterleavedMRoPE(
+            text.head_dim, text.rope_parameters["rope_theta"]
+        )
+        # GPTModel then returns hidden states, and the output layer is applied below, to the few positions that need it. Its
+        # input is whole on every tensor-parallel rank, so its input gradient is summed over them, not scattered.
+        self.language_model.post_process = False
+        output = self.language_model.output_layer
+        output.sequence_parallel = False
+        output.allreduce_dgrad = config.tensor_model_parallel_size > 1
+
+    @property
+    def routers(self) -> list[ObservedRouter]:
+        return [layer.mlp.router for layer in self.language_model.decoder.layers]
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        batch = pad_columns(batch, self.config.tensor_model_parallel_size)
+        decoder_input = self._embed(batch)
+        hidden = self.language_model(
+            input_ids=None,
+            position_ids=batch.position_ids,
+            attention_mask=masked_pairs(batch.attention_mask),
+            decoder_input=decoder_input,
+        )
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        hidden = hidden[batch.action_columns - 1, batch.action_rows]
+        logits, _ = self.language_model.output_layer(hidden[:, None])
+        return logits[:, 0].float()
+
+    def _embed(self, batch: MicroBatch) -> torch.Tensor:
+        """Embeddings with image features in place; sets every layer's deepstack features."""
+        embedded = self.language_model.embedding(batch.token_ids, None)
+        has_images = batch.patches is not None
+        patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(self.visual)
+        features = self.visual(patches.to(embedded.dtype), grid_thw=grid, return_dict=True)
+        rows, columns = batch.image_mask.nonzero(as_tuple=True)
+        deltas = []
+        if has_images:
+            place = (columns, rows)
+            embedded = embedded.index_put(place, features.pooler_output.to(embedded.dtype))
+            deltas = [
+                torch.zeros_like(embedded).index_put(place, feature.to(embedded.dtype))
+                for feature in features.deepstack_features
+            ]
+        else:
+            # The tower takes part with weight zero, so that every rank's gradients are complete whatever rows it drew.
+            outputs = (features.pooler_output, *features.deepstack_features)
+            embedded = embedded + 0.0 * sum(output.sum() for output in outputs)
+        if self.config.sequence_parallel:
+            embedded = scatter_to_sequence_parallel_region(embedded)
+            deltas = [scatter_to_sequence_parallel_region(delta) for delta in deltas]
+        layers = self.language_model.decoder.layers
+        for number, layer in enumerate(layers):
+            layer.visual_delta = deltas[number] if number < len(deltas) else None
+        return embedded
+
+
+def pad_columns(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Widen the rows on the right until their length is a multiple of ``multiple``."""
+    extra = -batch.token_ids.shape[1] % multiple
+    if not extra:
+        return batch
+    names = ("token_ids", "attention_mask", "position_ids", "image_mask")
+    return replace(batch, **{name: F.pad(getattr(batch, name), (0, extra)) for name in names})
+
+
+def masked_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
+    """``[B, T]`` to ``[1 or B, 1, T, T]``, True where query (third) must not see key (fourth).
+
+    Behind the last token of a right-padded row nothing is looked at, so causality is all that such a batch needs.
+    """
+    length = attention_mask.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).triu_(1)[
+        None, None
+    ]
+    right_padded = bool((attention_mask[:, :-1] >= attention_mask[:, 1:]).all())
+    return causal if right_padded else causal | ~attention_mask[:, None, None]
+
+
+def blank_image(visual: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches and grid of the smallest image: one merged token."""
+    config = visual.config
+    side = config.spatial_merge_size
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    device = next(visual.parameters()).device
+    return (
+        torch.zeros(side * side, width, device=device),
+        torch.tensor([[1, side, side]], device=device),
+    )

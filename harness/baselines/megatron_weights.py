@@ -1,0 +1,169 @@
+"""Which Megatron parameter holds which Hugging Face tensor, both ways.
+
+An entry knows the Hugging Face names, this rank's parameters, and how they are cut; ``load`` cuts whole tensors into the
+parameters, ``whole`` gathers them again. Names, shapes and layouts on the Hugging Face side are those in memory: an expert's
+``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from harness.baselines.megatron_layout import Cut, Cuts
+from harness.baselines.megatron_model import VisionLanguageModel
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Entry(Protocol):
+    names: tuple[str, ...]
+
+    def load(self, weights: Tensors) -> None: ...
+
+    def whole(self) -> Iterator[torch.Tensor]:
+        """The tensors of ``names``, in that order. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """One tensor, one parameter; ``cut`` along ``dimension`` or, with None, alike on every rank."""
+
+    names: tuple[str]
+    parameter: nn.Parameter
+    cut: Cut | None = None
+    dimension: int = 0
+
+    def load(self, weights: Tensors) -> None:
+        tensor = weights[self.names[0]]
+        self.parameter.copy_(self.cut.part(tensor, self.dimension) if self.cut else tensor)
+
+    def whole(self) -> Iterator[torch.Tensor]:
+        tensor = self.parameter.detach()
+        yield self.cut.whole(tensor, self.dimension) if self.cut else tensor
+
+
+@dataclass(frozen=True)
+class QKV:
+    """Three projections in one parameter: for each key-value head its query heads, then its key, then its value."""
+
+    names: tuple[str, str, str]
+    parameter: nn.Parameter
+    cut: Cut
+    groups: int
+    queries_per_group: int
+    head_dim: int
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.queries_per_group * self.head_dim, self.head_dim, self.head_dim
+
+    def load(self, weights: Tensors) -> None:
+        by_group = [
+            weights[name].unflatten(0, (self.groups, size))
+            for name, size in zip(self.names, self._sizes)
+        ]
+        self.parameter.copy_(self.cut.part(torch.cat(by_group, 1).flatten(0, 1), 0))
+
+    def whole(self) -> Iterator[torch.Tensor]:
+        fused = self.cut.whole(self.parameter.detach(), 0).unflatten(0, (self.groups, -1))
+        for part in fused.split(self._sizes, 1):
+            yield part.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One stacked tensor, one parameter an expert of this rank; each expert may be cut once more along ``dimension``.
+
+    halves: 2 where gate and up lie in one tensor, which are cut one by one, else 1.
+    """
+
+    names: tuple[str]
+    parameters: tuple[nn.Parameter, ...]
+    cuts: Cuts
+    dimension: int
+    halves: int
+
+    def load(self, weights: Tensors) -> None:
+        own = self.cuts.expert.part(weights[self.names[0]], 0)
+        for parameter, expert in zip(self.parameters, own):
+            halves = [
+                self.cuts.expert_tensor.part(half, self.dimension)
+                for half in expert.chunk(self.halves, self.dimension)
+            ]
+            parameter.copy_(torch.cat(halves, self.dimension))
+
+    def whole(self) -> Iterator[torch.Tensor]:
+        own = torch.stack([parameter.detach() for parameter in self.parameters])
+        halves = [
+            self.cuts.expert_tensor.whole(half, self.dimension + 1)
+            for half in own.chunk(self.halves, self.dimension + 1)
+        ]
+        yield self.cuts.expert.whole(torch.cat(halves, self.dimension + 1), 0)
+
+
+def weight_entries(model: VisionLanguageModel, text, cuts: Cuts) -> list[Entry]:
+    """Entries of all parameters of ``model``; ``text`` is the Hugging Face text config."""
+    decoder, tensor = model.language_model, cuts.tensor
+    entries: list[Entry] = [
+        Same((f"model.visual.{name}",), parameter)
+        for name, parameter in model.visual.named_parameters()
+    ]
+    prefix = "model.language_model"
+    entries.append(
+        Same((f"{prefix}.embed_tokens.weight",), decoder.embedding.word_embeddings.weight, tensor)
+    )
+    for number, layer in enumerate(decoder.decoder.layers):
+        here = f"{prefix}.layers.{number}"
+        attention, moe = layer.self_attention, layer.mlp
+        local = moe.experts.local_experts
+        entries += [
+            QKV(
+                tuple(f"{here}.self_attn.{x}_proj.weight" for x in "qkv"),
+                attention.linear_qkv.weight,
+                tensor,
+                text.num_key_value_heads,
+                text.num_attention_heads // text.num_key_value_heads,
+                text.head_dim,
+            ),
+            Same((f"{here}.self_attn.o_proj.weight",), attention.linear_proj.weight, tensor, 1),
+            Same((f"{here}.self_attn.q_norm.weight",), attention.q_layernorm.weight),
+            Same((f"{here}.self_attn.k_norm.weight",), attention.k_layernorm.weight),
+            Same((f"{here}.input_layernorm.weight",), layer.input_layernorm.weight),
+            Same((f"{here}.post_attention_layernorm.weight",), layer.pre_mlp_layernorm.weight),
+            Same((f"{here}.mlp.gate.weight",), moe.router.weight),
+            Experts(
+                (f"{here}.mlp.experts.gate_up_proj",),
+                tuple(expert.linear_fc1.weight for expert in local),
+                cuts,
+                dimension=0,
+                halves=2,
+            ),
+            Experts(
+                (f"{here}.mlp.experts.down_proj",),
+                tuple(expert.linear_fc2.weight for expert in local),
+                cuts,
+                dimension=1,
+                halves=1,
+            ),
+        ]
+    entries.append(Same((f"{prefix}.norm.weight",), decoder.decoder.final_layernorm.weight))
+    entries.append(Same(("lm_head.weight",), decoder.output_layer.weight, tensor))
+    return entries
+
+
+@torch.no_grad()
+def load_weights(entries: list[Entry], weights: Tensors) -> None:
+    """Fill this rank's parameters. Raises ValueError unless entries and ``weights`` name the same tensors."""
+    names = {name for entry in entries for name in entry.names}
+    if names != set(weights):
+        raise ValueError(
+            f"the checkpoint and the Megatron-Core model differ in their tensors: {sorted(names ^ set(weights))}"
+        )
+    for entry in entries:
+        entry.load(weights)

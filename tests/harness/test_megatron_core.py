@@ -1,0 +1,165 @@
+"""The Megatron-Core baseline against transformers and torch's AdamW, from weights that make a wrong mapping show."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.baselines import megatron_core
+from harness.baselines.megatron_core import MegatronCoreBackend
+from molt_core.config import TrainerConfig
+from molt_core.models.load import load_policy
+from molt_core.train.backend import TrainBackend
+from molt_core.train.collate import collate
+from tests.harness.trainer_cases import (
+    MODEL,
+    OPTIMIZER,
+    STEPS,
+    advantages,
+    backend_training,
+    context_only,
+    largest_difference,
+    left_padded,
+    oracle_logits,
+    oracle_training,
+    rescaled_checkpoint,
+    token_logprobs,
+    trajectories,
+)
+
+MIXED = (1, 2, 0, 1, 0, 3)
+"""Images in each row of the test batch."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.set_num_threads(1)
+    file = tmp_path_factory.mktemp("rendezvous") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    megatron_core.parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return rescaled_checkpoint(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint):
+    return load_policy(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def rows(checkpoint):
+    return trajectories(checkpoint, MIXED)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint, rows):
+    return oracle_training(checkpoint, rows)
+
+
+def build(checkpoint, optimizer=OPTIMIZER, total_steps=STEPS, **trainer) -> MegatronCoreBackend:
+    return MegatronCoreBackend(checkpoint, MODEL, optimizer, TrainerConfig(**trainer), total_steps)
+
+
+@pytest.fixture(scope="module")
+def untrained(checkpoint):
+    return build(checkpoint)
+
+
+@torch.no_grad()
+def largest_logprob_difference(backend, policy, batch) -> float:
+    found = token_logprobs(backend.action_logits(batch), batch)
+    expected = token_logprobs(oracle_logits(policy, batch), batch)
+    assert len(expected) and expected.std() > 0.1
+    return float((found - expected).abs().max())
+
+
+def test_it_is_a_train_backend(untrained):
+    assert isinstance(untrained, TrainBackend)
+    assert (untrained.data_rank, untrained.data_size) == (0, 1)
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_logprobs_equal_transformers(untrained, policy, rows, padding):
+    batch = collate(rows)
+    batch = left_padded(batch) if padding == "left" else batch
+    assert largest_logprob_difference(untrained, policy, batch) < 1e-5
+
+
+def test_logprobs_of_a_batch_without_images_equal_transformers(untrained, policy, checkpoint):
+    batch = collate(trajectories(checkpoint, (0, 0, 0)))
+    assert largest_logprob_difference(untrained, policy, batch) < 1e-5
+
+
+@torch.no_grad()
+def test_logprobs_do_not_depend_on_the_width_of_padding(untrained, rows):
+    narrow, wide = collate(rows), collate(rows, pad_to=64)
+    found = untrained.action_logits(wide)
+    assert (found - untrained.action_logits(narrow)).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_router_gap_is_the_least_over_the_layers_of_transformers_router(untrained, policy, rows):
+    kept = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda m, i, o: kept.append(i[0] @ m.weight.T))
+        for layer in policy.model.language_model.layers
+    ]
+    batch = collate(rows)
+    oracle_logits(policy, batch)
+    for hook in hooks:
+        hook.remove()
+    ordered = torch.stack(kept).softmax(-1).sort(-1, descending=True).values
+    expected = (ordered[..., 1] - ordered[..., 2]).amin(0).view(batch.token_ids.shape)
+    untrained.action_logits(batch)
+    found = untrained.router_gap()
+    real = batch.attention_mask
+    assert found.dtype == torch.float32 and found.shape == real.shape
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
+
+
+def test_weights_come_out_as_they_went_in(untrained, policy):
+    expected = dict(policy.named_parameters())
+    found = list(untrained.named_weights())
+    assert Counter(name for name, _ in found) == Counter(list(expected))
+    for name, weight in found:
+        assert weight.dtype == expected[name].dtype and torch.equal(weight, expected[name]), name
+
+
+def test_three_steps_equal_adamw_on_transformers(checkpoint, rows, oracle):
+    backend = build(checkpoint)
+    denominator = sum(row.action_tokens for row in rows)
+    norms, weights = backend_training(backend, [(rows, advantages(rows))], denominator)
+    np.testing.assert_allclose(norms, oracle[0], rtol=1e-5)
+    assert largest_difference(weights, oracle[1], dimensions=2) < 5e-6
+    assert largest_difference(weights, oracle[1], dimensions=1) < 5e-6
+
+
+def test_without_the_wd_mult_handling_norms_are_decayed_and_the_oracle_says_so(
+    checkpoint, rows, oracle, monkeypatch
+):
+    monkeypatch.setattr(
+        megatron_core, "group_weight_decay", lambda group, config: group["weight_decay"]
+    )
+    backend = build(checkpoint)
+    denominator = sum(row.action_tokens for row in rows)
+    _, weights = backend_training(backend, [(rows, advantages(rows))], denominator)
+    assert largest_difference(weights, oracle[1], dimensions=1) > 1e-3
+    assert largest_difference(weights, oracle[1], dimensions=2) < 1e-3
+
+
+def test_gradient_accumulation_does_not_change_the_step(checkpoint, rows, oracle):
+    backend = build(checkpoint)
+    values = advantages(rows)
+    denominator = sum(row.action_tokens for row in rows)
+    micro_batches = [(rows[i : i + 2], values[i : i + 2]) for i in range(0, len(rows), 2)]
+    micro_batches.append(([context_only(rows[0])], [np.zeros(0, np.float32)]))
+    norms, weights = backend_training(backend, micro_batches, denominator)
+    np.testing.assert_allclose(norms, oracle[0], rtol=1e-5)
+    assert largest_difference(weights, oracle[1]) < 5e-6

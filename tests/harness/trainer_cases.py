@@ -1,0 +1,193 @@
+"""A checkpoint, rows and a reference trainer that make a wrong mapping show; shared by the trainer tests and their workers."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from molt_core.config import ModelConfig, OptimizerConfig
+from molt_core.models.load import load_policy, save_policy
+from molt_core.models.tiny import build_tiny_qwen3_vl_moe
+from molt_core.train.backend import TrainBackend
+from molt_core.train.collate import MicroBatch, collate
+from molt_core.types import ImageInput, Trajectory, Turn
+
+MODEL = ModelConfig(builtin="tiny-qwen3-vl-moe")
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=1.0, clip_norm=1.0)
+STEPS = 3
+
+
+def rescaled_checkpoint(folder: Path) -> Path:
+    """The tiny policy with every weight moved far from its initial value, no two alike: nothing cancels, nothing is one."""
+    source = build_tiny_qwen3_vl_moe(folder / "initial")
+    policy = load_policy(source)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(0.25 * noise)
+            elif "visual" in name:
+                parameter.add_(0.1 * noise)
+            else:
+                parameter.add_(0.15 * noise)
+    return save_policy(policy, source, folder / "rescaled")
+
+
+def trajectories(checkpoint: Path, images_per_row: tuple[int, ...]) -> list[Trajectory]:
+    """One row an entry, of its own length, with that many images of different grids, and 3 to 6 actions at its end."""
+    import json
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    rng = np.random.default_rng(5)
+    vision = config["vision_config"]
+    width = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    grids = [(1, 4, 4), (1, 4, 6), (1, 8, 4)]
+    rows = []
+    for number, count in enumerate(images_per_row):
+        ids = list(rng.integers(0, 256, 2 + number % 3))
+        images = []
+        for _ in range(count):
+            grid = grids[rng.integers(len(grids))]
+            length = grid[1] * grid[2] // 4
+            ids.append(config["vision_start_token_id"])
+            patches = rng.standard_normal((grid[1] * grid[2], width)).astype(np.float32)
+            pixels = np.zeros((grid[1] * 8, grid[2] * 8, 3), np.uint8)
+            images.append(ImageInput(pixels, patches, grid, len(ids), length))
+            ids += [config["image_token_id"]] * length + [config["vision_end_token_id"]]
+            ids += list(rng.integers(0, 256, 2))
+        prompt, actions = len(ids), 3 + number % 4
+        ids += list(rng.integers(0, 256, actions))
+        mask = np.arange(len(ids)) >= prompt
+        rows.append(
+            Trajectory(
+                token_ids=np.array(ids, np.int32),
+                prompt_length=prompt,
+                action_mask=mask,
+                logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                mixed=np.zeros(len(ids), bool),
+                turns=(Turn(prompt, len(ids), {}, 0, "stop"),),
+                images=tuple(images),
+            )
+        )
+    return rows
+
+
+def advantages(rows: list[Trajectory]) -> list[np.ndarray]:
+    rng = np.random.default_rng(6)
+    return [rng.standard_normal(row.action_tokens).astype(np.float32) for row in rows]
+
+
+def context_only(row: Trajectory) -> Trajectory:
+    """The row with nothing sampled in it: a micro-batch that must change nothing."""
+    empty = np.zeros(len(row.token_ids), np.float32)
+    return replace(
+        row, action_mask=empty > 0, logprobs=empty, versions=np.full(len(empty), -1), turns=()
+    )
+
+
+def left_padded(batch: MicroBatch) -> MicroBatch:
+    """The same rows, padded on the left."""
+    length = batch.token_ids.shape[1]
+    shifts = length - batch.attention_mask.sum(1)
+
+    def rolled(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row.roll(int(n), -1) for row, n in zip(tensor, shifts)])
+
+    return replace(
+        batch,
+        token_ids=rolled(batch.token_ids),
+        attention_mask=rolled(batch.attention_mask),
+        image_mask=rolled(batch.image_mask),
+        position_ids=torch.stack([rolled(axis) for axis in batch.position_ids]),
+        action_columns=batch.action_columns + shifts[batch.action_rows],
+    )
+
+
+def oracle_logits(policy: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Logits ``[N, vocabulary]`` by transformers alone, which finds images and positions by itself."""
+    inputs = dict(
+        input_ids=batch.token_ids,
+        attention_mask=batch.attention_mask.long(),
+        mm_token_type_ids=batch.image_mask.int(),
+    )
+    if batch.patches is not None:
+        inputs.update(pixel_values=batch.patches, image_grid_thw=batch.grid_thw)
+    logits = policy(**inputs, use_cache=False).logits
+    return logits[batch.action_rows, batch.action_columns - 1]
+
+
+def token_logprobs(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(1, batch.action_ids[:, None]).squeeze(1)
+
+
+def policy_gradient_loss(logits: torch.Tensor, batch: MicroBatch, denominator: int) -> torch.Tensor:
+    return -(token_logprobs(logits, batch) * batch.advantages).sum() / denominator
+
+
+def oracle_training(
+    checkpoint: Path, rows: list[Trajectory]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Gradient norms and weights after ``STEPS`` steps of transformers, clip_grad_norm_ and AdamW, decay on matrices only."""
+    policy = load_policy(checkpoint)
+    parameters = list(policy.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 1.0},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=OPTIMIZER.lr,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+    )
+    batch = collate(rows, advantages(rows))
+    norms = []
+    for _ in range(STEPS):
+        policy_gradient_loss(oracle_logits(policy, batch), batch, len(batch.action_ids)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: p.detach() for name, p in policy.named_parameters()}
+
+
+def backend_step(
+    backend: TrainBackend,
+    micro_batches: list[tuple[list[Trajectory], list[np.ndarray]]],
+    denominator: int,
+) -> float:
+    """One optimiser step on this rank's micro-batches; the gradient norm."""
+    for number, (rows, row_advantages) in enumerate(micro_batches):
+        batch = collate(rows, row_advantages)
+        loss = policy_gradient_loss(backend.action_logits(batch), batch, denominator)
+        backend.backward(loss, is_last=number == len(micro_batches) - 1)
+    return backend.optimizer_step()
+
+
+def backend_training(
+    backend: TrainBackend, micro_batches, denominator: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    norms = [backend_step(backend, micro_batches, denominator) for _ in range(STEPS)]
+    return norms, {name: weight.clone() for name, weight in backend.named_weights()}
+
+
+def largest_difference(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dimensions: int | None = None
+) -> float:
+    """Largest |difference| over the tensors, or over those of ``dimensions`` dimensions (2 stands for two or more)."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - expected[name]).abs().max())
+        for name in expected
+        if dimensions is None or min(expected[name].dim(), 2) == dimensions
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
