@@ -1,7 +1,6 @@
 """The built-in policy: deterministic, complete, and the same function to transformers and to vLLM."""
 
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from molt_core.config import ModelConfig
+from molt_core.config import EngineConfig, ModelConfig
 from molt_core.models.load import (
     content_hash,
     eos_token_id,
@@ -137,15 +136,12 @@ def test_builtin_is_built_once_and_unknown_names_are_refused(tmp_path):
 
 def _sample_with_vllm(folder, excluded, image_counts):
     """Runs in a process of its own: sampled ids and their log-probabilities, one pair a request."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1"
-    )
+    from molt_core.rollout.engine import prepare_environment
+
+    prepare_environment(EngineConfig())
     from PIL import Image
     from vllm import LLM, SamplingParams
 
-    from molt_core.rollout.vllm_plugin import register
-
-    register()
     engine = LLM(
         str(folder),
         dtype="float32",
