@@ -99,7 +99,7 @@ class PairCheck:
         finding = self.look(pair)
         return Check(
             name=self.name,
-            passed=finding.passed,
+            passed=None if finding.passed is None else bool(finding.passed),
             values=finding.values,
             bound=self.bound.format(
                 **plan.validity.model_dump(), **plan.lost_run_rule.model_dump()

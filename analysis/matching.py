@@ -157,7 +157,7 @@ def nothing_beyond(pair: Pair) -> Finding:
 
 def protocol(config: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a configuration that every arm must share, by dotted key."""
-    return dict(_leaves({key: value for key, value in config.items() if key not in ARM_OWNED}))
+    return dict(leaves({key: value for key, value in config.items() if key not in ARM_OWNED}))
 
 
 def differing_keys(leaves: list[dict[str, Any]]) -> dict[str, set[str]]:
@@ -170,10 +170,11 @@ def differing_keys(leaves: list[dict[str, Any]]) -> dict[str, set[str]]:
     return seen
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf of a nested mapping."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+            yield from leaves(inner, f"{key}.{name}" if key else str(name))
     else:
         yield key, value
 

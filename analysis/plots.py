@@ -1,0 +1,297 @@
+"""The report's figures as inline SVG: they take the page's fonts and colours, in light, in dark and on paper.
+
+Arms are told apart by colour (Okabe-Ito), line style and marker, so that a grey print reads as well. Curves are smoothed
+here and nowhere else, and say so. A figure is a pure function from runs or results to an SVG string.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+import pandas as pd
+
+matplotlib.use("svg")
+
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from analysis import wording  # noqa: E402
+from analysis.inference import mean_interval  # noqa: E402
+from analysis.load import Experiment, RunRecord, steady  # noqa: E402
+from analysis.verdict import EndpointResult, Verdict  # noqa: E402
+
+INK, FAINT = "#010203", "#040506"
+ARM_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+LINES, MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
+# What the page's style sheet decides; matplotlib writes the colours above, the page reads these.
+PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"} | {
+    colour: f"var(--arm-{index})" for index, colour in enumerate(ARM_COLOURS)
+}
+PARTS = {
+    "t_forward_backward_s": ("forward, backward", "#009e72", ""),
+    "t_optimizer_s": ("optimiser", "#cc79a8", "///"),
+    "t_refit_s": ("refit", "#e69f00", "..."),
+    "t_eval_s": ("evaluation", "#56b4e9", "\\\\\\"),
+    "t_checkpoint_s": ("checkpoint", "#8c8c8c", "xxx"),
+    "t_wait_s": ("waiting for generation", "#f0e442", "---"),
+}
+SMOOTHING = 9
+"""Steps of the centred moving mean in the training curves."""
+
+STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.4,
+    "grid.alpha": 0.5,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "hatch.linewidth": 0.5,
+    "figure.constrained_layout.use": True,
+}
+
+
+def forest(results: Sequence[EndpointResult]) -> str:
+    """Every endpoint's difference in units of its margin, better to the right; the band is the margin."""
+    shown = [r for r in results if r.comparison and r.decision.verdict != Verdict.INVALID]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(9, 1.0 + 0.62 * len(results)))
+        axes.axvspan(-1, 1, color=FAINT, alpha=0.22, lw=0)
+        axes.axvline(0, color=INK, lw=0.8)
+        reach = 2.0
+        for row, result in enumerate(reversed(results)):
+            label = f"{result.endpoint.name}\n{wording.margin(result.endpoint)}"
+            axes.text(
+                -0.01, row, label, transform=axes.get_yaxis_transform(), ha="right", va="center"
+            )
+            if result not in shown:
+                axes.text(0, row, "INVALID", ha="center", va="center", color=INK)
+                continue
+            c = result.comparison
+            centre, low, high, tost_low, tost_high = (
+                _in_margins(result, v)
+                for v in (c.estimate, c.ci_low, c.ci_high, c.tost_low, c.tost_high)
+            )
+            axes.plot([low, high], [row, row], color=ARM_COLOURS[0], lw=1.2, solid_capstyle="butt")
+            axes.plot(
+                [tost_low, tost_high], [row, row], color=ARM_COLOURS[0], lw=5, solid_capstyle="butt"
+            )
+            axes.plot(centre, row, marker="D", ms=8, mfc="white", mec=ARM_COLOURS[0], mew=1.8)
+            reach = max(reach, abs(low), abs(high))
+            text = f"{wording.effect(result.endpoint, c.estimate)}  {wording.interval(result.endpoint, c.ci_low, c.ci_high)}"
+            axes.text(1.01, row, text, transform=axes.get_yaxis_transform(), va="center")
+        reach = min(reach * 1.08, 12)
+        axes.set(xlim=(-reach, reach), ylim=(-0.6, len(results) - 0.4), yticks=[])
+        axes.set_xlabel(
+            "difference in margins:  baseline better  \u2190   0   \u2192  candidate better"
+        )
+        axes.grid(axis="y", visible=False)
+        axes.spines["left"].set_visible(False)
+        return _svg(figure, "forest")
+
+
+def evaluation_curves(experiment: Experiment, field: str, label: str) -> str:
+    """Recorded values of ``field`` by step: every seed thin, the arm's mean with its 95 % t interval."""
+    return _curves(experiment, field, label, smoothing=1, marked=True)
+
+
+def training_curves(experiment: Experiment, field: str, label: str) -> str:
+    """The same for a field of every step, seeds smoothed by a moving mean."""
+    return _curves(experiment, field, label, smoothing=SMOOTHING, marked=False)
+
+
+def step_parts(experiment: Experiment) -> str:
+    """Mean seconds of a steady step per run, stacked by what the time went to."""
+    runs = [
+        run
+        for arm in experiment.plan.arms
+        for run in experiment.finished(arm.name)
+        if "wall_s" in run.metrics
+    ]
+    if not runs:
+        return ""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(9, 1.3 + 0.3 * len(runs)))
+        rows = [steady(run, experiment.plan.exclusion) for run in runs]
+        left = np.zeros(len(runs))
+        for field, (label, colour, hatch) in PARTS.items():
+            width = np.array([row[field].mean() if field in row else 0.0 for row in rows])
+            width = np.nan_to_num(width)
+            if width.any():
+                axes.barh(
+                    range(len(runs)), width, left=left, color=colour, hatch=hatch, label=label,
+                    edgecolor=INK, lw=0.4, height=0.72,
+                )  # fmt: skip
+            left += width
+        rest = np.array([row["wall_s"].mean() for row in rows]) - left
+        axes.barh(
+            range(len(runs)), np.maximum(rest, 0), left=left, color="none", edgecolor=INK, lw=0.4, height=0.72,
+            label="not accounted for",
+        )  # fmt: skip
+        axes.set_yticks(range(len(runs)), [f"{run.system}, seed {run.seed}" for run in runs])
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds a step, mean over steady steps")
+        axes.grid(axis="y", visible=False)
+        figure.legend(loc="outside upper left", ncols=4)
+        return _svg(figure, "parts")
+
+
+def mismatch_and_lag(experiment: Experiment) -> str:
+    """Log-probability mismatch of engine and trainer after each refit, with its bounds; and the lag."""
+    bounds = experiment.plan.validity
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.1), width_ratios=(3, 2))
+        for index, arm in enumerate(experiment.plan.arms):
+            style = {"color": ARM_COLOURS[index % 4], "ls": LINES[index % 4], "lw": 1.2}
+            for field, axes, alpha in (("mismatch_p99", left, 1.0), ("mismatch_max", left, 0.45)):
+                table = _table(experiment.finished(arm.name), field)
+                if not table.empty:
+                    axes.plot(
+                        table.max(axis=1), alpha=alpha, label=f"{arm.name} {field[9:]}", **style
+                    )
+            table = _table(experiment.finished(arm.name), "lag_mean")
+            if not table.empty:
+                right.plot(_smooth(table.mean(axis=1)), label=arm.name, **style)
+        for bound, text in (
+            (bounds.mismatch_p99, "bound on p99"),
+            (bounds.mismatch_max, "bound on max"),
+        ):
+            left.axhline(bound, color=INK, lw=0.8, ls=(0, (1, 2)))
+            left.text(
+                0.99,
+                bound,
+                text,
+                transform=left.get_yaxis_transform(),
+                ha="right",
+                va="bottom",
+                fontsize=8,
+            )
+        left.set(
+            yscale="log", xlabel="step", title="|log-probability difference|, nats, worst seed"
+        )
+        right.set(xlabel="step", title=f"mean lag, versions (moving mean of {SMOOTHING})")
+        right.set_ylim(bottom=0)
+        for axes in (left, right):
+            axes.title.set_fontsize(10)
+            if axes.has_data() and axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8, ncols=2)
+        return _svg(figure, "mismatch")
+
+
+def distributions(
+    experiment: Experiment, results: Sequence[EndpointResult]
+) -> list[tuple[str, str]]:
+    """(title, figure) an endpoint: one dot a run, the arm's mean with its 95 % t interval below."""
+    order = [arm.name for arm in experiment.plan.arms]
+    figures = []
+    for result in results:
+        values = result.measurement.values
+        with plt.rc_context(STYLE):
+            figure, axes = plt.subplots(figsize=(4.4, 0.9 + 0.55 * len(values)))
+            for row, (arm, by_seed) in enumerate(values.items()):
+                sample, index = list(by_seed.values()), order.index(arm) % 4
+                if not sample:
+                    continue
+                style = {"color": ARM_COLOURS[index], "marker": MARKERS[index]}
+                axes.plot(sample, [row] * len(sample), ls="", ms=6, alpha=0.7, mew=0, **style)
+                mean, low, high = mean_interval(sample)
+                axes.plot([low, high], [row + 0.28] * 2, color=ARM_COLOURS[index], lw=2)
+                axes.plot(mean, row + 0.28, ms=6, mfc="none", mew=1.6, **style)
+            axes.set_yticks(
+                range(len(values)), [f"{arm} (n = {len(v)})" for arm, v in values.items()]
+            )
+            axes.set(ylim=(-0.4, len(values) - 0.5), xlabel=result.endpoint.unit)
+            axes.invert_yaxis()
+            axes.grid(axis="y", visible=False)
+            figures.append((result.endpoint.name, _svg(figure, f"runs {result.endpoint.name}")))
+    return figures
+
+
+def _curves(experiment: Experiment, field: str, label: str, *, smoothing: int, marked: bool) -> str:
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(5.6, 3.5))
+        for index, arm in enumerate(experiment.plan.arms):
+            table = _table(experiment.finished(arm.name), field)
+            if table.empty:
+                continue
+            _draw_arm(axes, table.apply(_smooth, window=smoothing), index, arm.name, marked)
+        if not axes.has_data():
+            plt.close(figure)
+            return ""
+        axes.set(xlabel="step", ylabel=label)
+        axes.margins(x=0.01)
+        axes.legend(loc="lower right")
+        return _svg(figure, field)
+
+
+def _draw_arm(axes: Axes, table: pd.DataFrame, index: int, name: str, marked: bool) -> None:
+    """Seeds thin; mean and interval where every seed has a value."""
+    colour, line = ARM_COLOURS[index % 4], LINES[index % 4]
+    for seed in table:
+        axes.plot(table[seed].dropna(), color=colour, ls=line, lw=0.6, alpha=0.45)
+    whole = table.dropna()
+    summary = np.array([mean_interval(row) for row in whole.to_numpy()])
+    if not len(summary):
+        return
+    marker = MARKERS[index % 4] if marked else ""
+    axes.plot(
+        whole.index,
+        summary[:, 0],
+        color=colour,
+        ls=line,
+        marker=marker,
+        ms=4.5,
+        label=f"{name}, mean of {table.shape[1]}",
+    )
+    axes.fill_between(whole.index, summary[:, 1], summary[:, 2], color=colour, alpha=0.15, lw=0)
+
+
+def _table(runs: Sequence[RunRecord], field: str) -> pd.DataFrame:
+    """Steps x seeds of one field; steps at which no run recorded it are left out."""
+    columns = {run.seed: run.metrics[field] for run in runs if field in run.metrics}
+    return pd.DataFrame(columns).dropna(how="all")
+
+
+def _smooth(series: pd.Series, window: int = SMOOTHING) -> pd.Series:
+    return series.rolling(window, center=True, min_periods=1).mean()
+
+
+def _in_margins(result: EndpointResult, value: float) -> float:
+    """A difference or ratio in units of the margin on the tested scale, positive where the candidate is better."""
+    tested = math.log(value) if result.endpoint.scale == "ratio" else value
+    sign = 1 if result.endpoint.direction == "higher" else -1
+    return sign * tested / result.comparison.tested_margin
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an SVG element that scales with its column and takes the page's colours and fonts."""
+    buffer = io.StringIO()
+    with plt.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for colour, variable in PAGE_COLOURS.items():
+        text = text.replace(colour, variable)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    head, body = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{name}">{body}'
