@@ -4,7 +4,7 @@
       backend: harness.baselines.megatron_core:MegatronCoreBackend
       layout: {tensor_parallel: 2, expert_parallel: 2, expert_tensor_parallel: 1}
 
-What this project adds to Megatron-Core is in ``megatron_model`` (vision, multimodal RoPE), ``megatron_weights`` (names and cuts),
+What this project adds to Megatron-Core is in ``megatron_model`` (vision, multimodal RoPE), ``megatron_weights`` (names, cuts),
 ``megatron_layout`` (what is refused) and, without a GPU only, ``megatron_cpu``. The layers are those of Megatron's local
 specification on every device.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +41,6 @@ def rescaled_checkpoint(folder: Path) -> Path:
 
 def trajectories(checkpoint: Path, images_per_row: tuple[int, ...]) -> list[Trajectory]:
     """One row an entry, of its own length, with that many images of different grids, and 3 to 6 actions at its end."""
-    import json
-
     config = json.loads((checkpoint / "config.json").read_text())
     rng = np.random.default_rng(5)
     vision = config["vision_config"]

@@ -1,0 +1,86 @@
+"""What each rank of the distributed Megatron-Core tests does. Started by ``torch.multiprocessing.spawn``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.baselines.megatron_core import MegatronCoreBackend, parallel_state
+from molt_core.config import TrainerConfig
+from molt_core.train.collate import collate
+from tests.harness.trainer_cases import (
+    MODEL,
+    OPTIMIZER,
+    STEPS,
+    advantages,
+    backend_step,
+    backend_training,
+    token_logprobs,
+    trajectories,
+)
+
+
+def share(checkpoint: Path, images_per_row: tuple[int, ...], data_rank: int, data_size: int):
+    """This rank's micro-batches of two rows: (rows, advantages). Rows with the fewest images come first."""
+    rows = trajectories(checkpoint, images_per_row)
+    values = advantages(rows)
+    order = sorted(range(len(rows)), key=lambda i: images_per_row[i])
+    own = order[data_rank * len(rows) // data_size : (data_rank + 1) * len(rows) // data_size]
+    return [
+        ([rows[i] for i in pair], [values[i] for i in pair])
+        for pair in (own[i : i + 2] for i in range(0, len(own), 2))
+    ]
+
+
+def train(
+    rank: int,
+    world_size: int,
+    port: int,
+    checkpoint: Path,
+    images_per_row: tuple[int, ...],
+    layouts: dict[str, dict[str, int]],
+    out: Path,
+) -> None:
+    """Three steps in every layout; what each rank saw goes to ``out/<layout>-<rank>.pt``."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    for name, layout in layouts.items():
+        trainer = TrainerConfig(world_size=world_size, layout=layout)
+
+        def build(trainer=trainer):
+            return MegatronCoreBackend(checkpoint, MODEL, OPTIMIZER, trainer, STEPS)
+
+        backend = build()
+        micro_batches = share(checkpoint, images_per_row, backend.data_rank, backend.data_size)
+        denominator = sum(row.action_tokens for row in trajectories(checkpoint, images_per_row))
+        untouched = {n: w.clone() for n, w in backend.named_weights()}
+        scores = []
+        with torch.no_grad():
+            for rows, values in micro_batches:
+                batch = collate(rows, values)
+                logprobs = token_logprobs(backend.action_logits(batch), batch)
+                scores.append((rows, logprobs, backend.router_gap()))
+        norms, weights = backend_training(backend, micro_batches, denominator)
+        interrupted, resumed = build(), build()
+        for _ in range(STEPS - 1):
+            backend_step(interrupted, micro_batches, denominator)
+        interrupted.save(out / f"{name}-checkpoint")
+        resumed.load(out / f"{name}-checkpoint")
+        backend_step(resumed, micro_batches, denominator)
+        torch.save(
+            {
+                "data": (backend.data_rank, backend.data_size),
+                "untouched": untouched,
+                "scores": scores,
+                "norms": norms,
+                "weights": weights,
+                "resumed": {n: w.clone() for n, w in resumed.named_weights()},
+            },
+            out / f"{name}-{rank}.pt",
+        )
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

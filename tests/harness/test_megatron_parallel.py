@@ -1,0 +1,130 @@
+"""Megatron-Core over several ranks equals one rank, in every layout that is not refused."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from harness.baselines.megatron_layout import Layout
+from molt_core.models.load import load_policy
+from molt_core.train.collate import collate
+from tests.harness.megatron_ranks import train
+from tests.harness.trainer_cases import (
+    free_port,
+    largest_difference,
+    oracle_logits,
+    oracle_training,
+    rescaled_checkpoint,
+    token_logprobs,
+    trajectories,
+)
+
+MIXED = (1, 2, 0, 1, 0, 3, 0, 1)
+TWO_RANKS = {
+    "ep2": {"expert_parallel": 2},
+    "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1},
+    "tp2-etp2": {"tensor_parallel": 2},
+    "dp2": {},
+}
+FOUR_RANKS = {"tp2-ep2-dp2": TWO_RANKS["tp2-ep2"]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return rescaled_checkpoint(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def text(checkpoint):
+    return AutoConfig.from_pretrained(checkpoint).text_config
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint):
+    return load_policy(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint):
+    torch.set_num_threads(1)
+    return oracle_training(checkpoint, trajectories(checkpoint, MIXED))
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint, tmp_path_factory):
+    """Layout to what each of its ranks saw; all layouts of a world size share one start of its processes."""
+    out = tmp_path_factory.mktemp("ranks")
+    found = {}
+    for world_size, layouts in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+        arguments = (world_size, free_port(), checkpoint, MIXED, layouts, out)
+        torch.multiprocessing.spawn(train, arguments, nprocs=world_size)
+        for name in layouts:
+            found[name] = [
+                torch.load(out / f"{name}-{rank}.pt", weights_only=False)
+                for rank in range(world_size)
+            ]
+    return found
+
+
+every_layout = pytest.mark.parametrize("layout", [*TWO_RANKS, *FOUR_RANKS])
+
+
+@pytest.mark.distributed
+@every_layout
+def test_steps_equal_one_process(results, oracle, layout):
+    """One process equals transformers with AdamW (test_megatron_core); so must these."""
+    for rank in results[layout]:
+        np.testing.assert_allclose(rank["norms"], oracle[0], rtol=1e-5)
+        assert largest_difference(rank["weights"], oracle[1], dimensions=2) < 5e-6
+        assert largest_difference(rank["weights"], oracle[1], dimensions=1) < 5e-6
+
+
+@pytest.mark.distributed
+@every_layout
+def test_every_rank_gives_out_the_same_weights(results, policy, layout):
+    loaded = dict(policy.named_parameters())
+    first = results[layout][0]["weights"]
+    for rank in results[layout]:
+        assert largest_difference(rank["untouched"], loaded) == 0
+        assert largest_difference(rank["weights"], first) == 0
+
+
+@pytest.mark.distributed
+@every_layout
+def test_data_ranks_share_the_rows_and_score_them_like_transformers(results, policy, layout):
+    ranks = results[layout]
+    size = ranks[0]["data"][1]
+    assert size == len(ranks) // (2 if layout.startswith("tp2") else 1)
+    assert {rank["data"] for rank in ranks} == {(number, size) for number in range(size)}
+    for rank in ranks:
+        for rows, logprobs, gap in rank["scores"]:
+            batch = collate(rows)
+            with torch.no_grad():
+                expected = token_logprobs(oracle_logits(policy, batch), batch)
+            torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+            assert gap.shape == batch.token_ids.shape
+
+
+@pytest.mark.distributed
+@every_layout
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(results, layout):
+    for rank in results[layout]:
+        assert largest_difference(rank["resumed"], rank["weights"]) == 0
+
+
+@pytest.mark.parametrize(
+    "layout, world_size, message",
+    [
+        ({"tensor_parallel": 2, "expert_tensor_parallel": 1}, 2, "never sums the experts"),
+        ({"expert_tensor_parallel": 2}, 2, "never sums the experts"),
+        ({"pipeline_parallel": 2}, 2, "trainer.layout.pipeline_parallel is unknown"),
+        ({"tensor_parallel": 0}, 1, "must be 1 or more"),
+        ({"tensor_parallel": 2}, 3, "trainer.world_size, 3, cannot be cut 2 ways"),
+        ({"expert_parallel": 4}, 2, "by the experts' degrees"),
+        ({"tensor_parallel": 4}, 4, "key-value heads, 2, cannot be cut 4 ways"),
+        ({"expert_parallel": 16}, 16, "experts, 8, cannot be cut 16 ways"),
+    ],
+)
+def test_layouts_that_would_be_wrong_are_refused(text, layout, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.of(layout, world_size, text)
