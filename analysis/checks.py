@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from analysis.load import Experiment, RunRecord
 from analysis.plan import Plan
+from analysis.wording import tidy
 
 Effect = Literal["invalid", "no_equivalence", "flag"]
 
@@ -100,12 +101,12 @@ class PairCheck:
         return Check(
             name=self.name,
             passed=None if finding.passed is None else bool(finding.passed),
-            values=finding.values,
-            bound=self.bound.format(
-                **plan.validity.model_dump(), **plan.lost_run_rule.model_dump()
+            values={arm: tidy(text) for arm, text in finding.values.items()},
+            bound=tidy(
+                self.bound.format(**plan.validity.model_dump(), **plan.lost_run_rule.model_dump())
             ),
             why=self.why,
-            found=finding.found,
+            found=tidy(finding.found),
             effect=self.effect,
             endpoints=tuple(
                 e.name for e in plan.endpoints if not self.kinds or e.kind in self.kinds

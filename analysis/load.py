@@ -89,7 +89,8 @@ def load_experiment(folder: str | Path) -> Experiment:
     beyond = []
     for path in sorted(folder.glob("*/run.json")):
         facts = _read_json(path)
-        if path.parent.name not in plan.identities and facts.get("system") in systems:
+        replicate = facts.get("system") in systems and facts.get("kind", "train") == "train"
+        if replicate and path.parent.name not in plan.identities:
             beyond.append(load_run(path.parent, planned=False))
     return Experiment(folder, plan, runs, tuple(beyond))
 

@@ -119,20 +119,15 @@ def interleaved(pair: Pair) -> Finding:
     "both trainers must make the same update to be compared",
 )
 def conformance(pair: Pair) -> Finding:
-    verdicts = {
-        name: [run.run.get("conformance", {}).get("passed") for run in runs]
-        for name, runs in pair.arms.items()
-    }
-    values = {
-        name: f"{sum(v is True for v in seen)} of {len(seen)} runs record it passed"
-        for name, seen in verdicts.items()
-    }
-    failed = [
-        run.folder for run in pair.runs if run.run.get("conformance", {}).get("passed") is False
-    ]
+    """The candidate's runs carry the figures of its pair with the baseline."""
+    runs = pair.arms[pair.candidate]
+    passed = {run.folder: run.run.get("conformance", {}).get("passed") for run in runs}
+    count = sum(value is True for value in passed.values())
+    values = {pair.candidate: f"passed in {count} of {len(runs)} runs"}
+    failed = [folder for folder, value in passed.items() if value is False]
     if failed:
         return Finding(False, values, f"failed in {', '.join(failed)}")
-    if not all(seen and all(seen) for seen in verdicts.values()):
+    if not runs or count < len(runs):
         return Finding(None, values, "run.json of some run records no conformance")
     return Finding(True, values, "")
 

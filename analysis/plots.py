@@ -20,6 +20,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from analysis import wording  # noqa: E402
 from analysis.inference import mean_interval  # noqa: E402
@@ -37,10 +38,13 @@ PARTS = {
     "t_forward_backward_s": ("forward, backward", "#009e72", ""),
     "t_optimizer_s": ("optimiser", "#cc79a8", "///"),
     "t_refit_s": ("refit", "#e69f00", "..."),
+    "t_probe_s": ("probe", "#d5ccff", "|||"),
     "t_eval_s": ("evaluation", "#56b4e9", "\\\\\\"),
     "t_checkpoint_s": ("checkpoint", "#8c8c8c", "xxx"),
     "t_wait_s": ("waiting for generation", "#f0e442", "---"),
 }
+WIDE = 11.0
+"""Inches of a figure over the whole page; the fonts of all figures are 10 points."""
 SMOOTHING = 9
 """Steps of the centred moving mean in the training curves."""
 
@@ -72,7 +76,7 @@ def forest(results: Sequence[EndpointResult]) -> str:
     """Every endpoint's difference in units of its margin, better to the right; the band is the margin."""
     shown = [r for r in results if r.comparison and r.decision.verdict != Verdict.INVALID]
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(9, 1.0 + 0.62 * len(results)))
+        figure, axes = plt.subplots(figsize=(WIDE, 0.9 + 0.55 * len(results)))
         axes.axvspan(-1, 1, color=FAINT, alpha=0.22, lw=0)
         axes.axvline(0, color=INK, lw=0.8)
         reach = 2.0
@@ -99,9 +103,15 @@ def forest(results: Sequence[EndpointResult]) -> str:
             axes.text(1.01, row, text, transform=axes.get_yaxis_transform(), va="center")
         reach = min(reach * 1.08, 12)
         axes.set(xlim=(-reach, reach), ylim=(-0.6, len(results) - 0.4), yticks=[])
-        axes.set_xlabel(
-            "difference in margins:  baseline better  \u2190   0   \u2192  candidate better"
-        )
+        axes.set_xlabel("difference, in units of the margin")
+        for place, side, text in (
+            (0, "left", "\u2190 baseline better"),
+            (1, "right", "candidate better \u2192"),
+        ):
+            axes.text(
+                place, -0.04, text, transform=axes.transAxes, ha=side, va="top", weight="bold"
+            )
+        axes.tick_params(axis="x", pad=4)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
         return _svg(figure, "forest")
@@ -128,7 +138,7 @@ def step_parts(experiment: Experiment) -> str:
     if not runs:
         return ""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(9, 1.3 + 0.3 * len(runs)))
+        figure, axes = plt.subplots(figsize=(WIDE, 1.2 + 0.27 * len(runs)))
         rows = [steady(run, experiment.plan.exclusion) for run in runs]
         left = np.zeros(len(runs))
         for field, (label, colour, hatch) in PARTS.items():
@@ -149,7 +159,7 @@ def step_parts(experiment: Experiment) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("seconds a step, mean over steady steps")
         axes.grid(axis="y", visible=False)
-        figure.legend(loc="outside upper left", ncols=4)
+        figure.legend(loc="outside upper left", ncols=8)
         return _svg(figure, "parts")
 
 
@@ -157,7 +167,7 @@ def mismatch_and_lag(experiment: Experiment) -> str:
     """Log-probability mismatch of engine and trainer after each refit, with its bounds; and the lag."""
     bounds = experiment.plan.validity
     with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.1), width_ratios=(3, 2))
+        figure, (left, right) = plt.subplots(1, 2, figsize=(WIDE, 3.2), width_ratios=(3, 2))
         for index, arm in enumerate(experiment.plan.arms):
             style = {"color": ARM_COLOURS[index % 4], "ls": LINES[index % 4], "lw": 1.2}
             for field, axes, alpha in (("mismatch_p99", left, 1.0), ("mismatch_max", left, 0.45)):
@@ -204,7 +214,7 @@ def distributions(
     for result in results:
         values = result.measurement.values
         with plt.rc_context(STYLE):
-            figure, axes = plt.subplots(figsize=(4.4, 0.9 + 0.55 * len(values)))
+            figure, axes = plt.subplots(figsize=(3.9, 0.75 + 0.5 * len(values)))
             for row, (arm, by_seed) in enumerate(values.items()):
                 sample, index = list(by_seed.values()), order.index(arm) % 4
                 if not sample:
@@ -220,6 +230,8 @@ def distributions(
             axes.set(ylim=(-0.4, len(values) - 0.5), xlabel=result.endpoint.unit)
             axes.invert_yaxis()
             axes.grid(axis="y", visible=False)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.ticklabel_format(axis="x", scilimits=(-3, 5), useMathText=True)
             figures.append((result.endpoint.name, _svg(figure, f"runs {result.endpoint.name}")))
     return figures
 

@@ -182,6 +182,7 @@ def _endpoint(result: EndpointResult) -> dict[str, Any]:
         "df": c and c.df,
         "verdict": decision.verdict.value,
         "headline": decision.headline,
+        "detail": decision.detail,
         "reasons": list(decision.reasons),
         "cautions": list(result.cautions),
         "needed_n": needed and [needed.low, needed.high],
@@ -275,10 +276,11 @@ def _curve_figures(experiment: Experiment) -> Iterator[str]:
     """Evaluation first, then training reward, then whatever else an endpoint follows by step."""
     fields = [e.field for e in experiment.plan.endpoints if isinstance(e.field, str)]
     for field in dict.fromkeys(["eval_reward_mean", "reward_mean", *fields]):
+        label = field.removeprefix("eval_").removesuffix("_mean").replace("_", " ")
         if field.startswith("eval_"):
-            yield plots.evaluation_curves(experiment, field, f"held-out {field[5:]}")
+            yield plots.evaluation_curves(experiment, field, f"held-out {label}")
         else:
-            yield plots.training_curves(experiment, field, f"training {field}")
+            yield plots.training_curves(experiment, field, f"training {label}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -127,7 +127,7 @@ def _waiting(pair: Pair, endpoint: Endpoint) -> Check:
         name=f"waiting in {endpoint.name}",
         passed=not high if measured else None,
         values={name: f"{share:.0%} of the step" for name, share in shares.items()},
-        bound=f"waiting for generation <= {limit:.0%} of the step",
+        bound=f"waiting for generation ≤ {limit:.0%} of the step",
         why="a trainer that waits hides how fast it is",
         found=found if measured else "t_wait_s or wall_s was never recorded",
         effect="no_equivalence",

@@ -31,7 +31,7 @@ def _need(run: RunRecord, *names: str) -> pd.DataFrame:
 
 @pair_check(
     "run accounting",
-    "at most {max_lost} lost an arm; uneven loss: Fisher p >= {fisher_p:g}",
+    "at most {max_lost} lost an arm; uneven loss: Fisher p ≥ {fisher_p:g}",
     "a mean over survivors flatters the arm that lost its worst runs",
 )
 def accounting(pair: Pair) -> Finding:
@@ -103,7 +103,7 @@ def policy_updated(pair: Pair) -> Finding:
 
 @pair_check(
     "samples kept",
-    "mean kept_fraction >= {kept_fraction:g}",
+    "mean kept_fraction ≥ {kept_fraction:g}",
     "a batch rejected whole teaches nothing",
 )
 def samples_kept(pair: Pair) -> Finding:
@@ -118,7 +118,7 @@ def samples_kept(pair: Pair) -> Finding:
 
 @pair_check(
     "same distribution",
-    "p99 <= {mismatch_p99:.0e} and max <= {mismatch_max:.0e} nats over >= {mismatch_tokens} tokens after each refit; "
+    "p99 ≤ {mismatch_p99:.0e} and max ≤ {mismatch_max:.0e} nats over ≥ {mismatch_tokens} tokens after each refit; "
     "router ties < {tied_share:.1%}",
     "engine and trainer must give a token the same log-probability",
 )
@@ -127,7 +127,7 @@ def same_distribution(pair: Pair) -> Finding:
 
     def judge(run: RunRecord) -> tuple[float, float, float]:
         rows = _need(run, "mismatch_p99", "mismatch_max", "mismatch_tokens")
-        probes = rows[rows["mismatch_p99"].notna()]
+        probes = run.metrics[run.metrics["mismatch_p99"].notna()]
         every = run.config.get("probe", {}).get("every", 1)
         if len(probes) < len(rows) // every - 1:
             raise Problem(f"mismatch measured in {len(probes)} of {len(rows)} steps")
@@ -176,7 +176,7 @@ def books_closed(pair: Pair) -> Finding:
 
 
 @pair_check(
-    "lag bounded", "lag_max <= loop.max_staleness", "staler data than declared is another algorithm"
+    "lag bounded", "lag_max ≤ loop.max_staleness", "staler data than declared is another algorithm"
 )
 def lag_bounded(pair: Pair) -> Finding:
     def judge(run: RunRecord) -> float:

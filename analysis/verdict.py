@@ -38,12 +38,20 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict and why. ``needed``: runs a side that would settle an INCONCLUSIVE, None where runs would not."""
+    """A verdict, its detail ("within ±0.03", "better, +9 %", "needs n = ...") and why.
+
+    needed: runs a side that would settle an INCONCLUSIVE, None where runs would not.
+    """
 
     verdict: Verdict
-    headline: str
+    detail: str
     reasons: tuple[str, ...] = ()
     needed: NeededRuns | None = None
+
+    @property
+    def headline(self) -> str:
+        within = self.detail.startswith("within")
+        return f"{self.verdict} {self.detail}" if within else f"{self.verdict} ({self.detail})"
 
 
 @dataclass(frozen=True)
@@ -87,23 +95,19 @@ def decide(
     reasons = [f"equivalence may not be claimed: {cap}" for cap in caps]
     if inside and not caps:
         resolved = f" (a difference of {estimate} is resolved)" if different else ""
-        return Decision(Verdict.EQUIVALENT, f"EQUIVALENT within {within}{resolved}")
+        return Decision(Verdict.EQUIVALENT, f"within {within}{resolved}")
     if different:
         word = wording.better(endpoint, comparison)
-        return Decision(Verdict.DIFFERENT, f"DIFFERENT ({word}, {estimate})", tuple(reasons))
+        return Decision(Verdict.DIFFERENT, f"{word}, {estimate}", tuple(reasons))
     if endpoint.non_inferiority and not caps and _not_worse(endpoint, comparison):
-        return Decision(Verdict.NON_INFERIOR, f"NON-INFERIOR within {within[1:]}")
+        return Decision(Verdict.NON_INFERIOR, f"within {within[1:]}")
     if comparison.p_difference < alpha:
         reasons.append(f"the difference does not survive Holm's correction: {p_value:.2g}")
     if caps:
-        return Decision(
-            Verdict.INCONCLUSIVE, "INCONCLUSIVE (more runs alone do not settle it)", tuple(reasons)
-        )
+        return Decision(Verdict.INCONCLUSIVE, "more runs alone do not settle it", tuple(reasons))
     reasons.append(f"the TOST interval reaches beyond {within} and Welch's includes no difference")
     needed = _needed(comparison, alpha, reasons)
-    return Decision(
-        Verdict.INCONCLUSIVE, f"INCONCLUSIVE (needs n = {needed} a side)", tuple(reasons), needed
-    )
+    return Decision(Verdict.INCONCLUSIVE, f"needs n = {needed} a side", tuple(reasons), needed)
 
 
 def judge(experiment: Experiment) -> tuple[EndpointResult, ...]:
@@ -129,7 +133,7 @@ def _conclude(measured: Measurement, p_holm: float | None, alpha: float) -> Endp
         more = f" and {len(refusing) - 1} more" if len(refusing) > 1 else ""
         decision = Decision(
             Verdict.INVALID,
-            f"INVALID ({refusing[0].name}{more})",
+            f"{refusing[0].name}{more}",
             tuple(f"{check.name}: {check.found}" for check in refusing),
         )
     elif comparison is not None:
@@ -138,11 +142,11 @@ def _conclude(measured: Measurement, p_holm: float | None, alpha: float) -> Endp
     elif measured.fewest_runs < LEAST_RUNS and not measured.missing:
         decision = Decision(
             Verdict.INCONCLUSIVE,
-            f"INCONCLUSIVE (needs n = {LEAST_RUNS} or more a side)",
+            f"needs n = {LEAST_RUNS} or more a side",
             (measured.no_inference,),
         )
     else:
-        decision = Decision(Verdict.INVALID, "INVALID (no usable number)", (measured.no_inference,))
+        decision = Decision(Verdict.INVALID, "no usable number", (measured.no_inference,))
     may, may_not = wording.sentences(
         decision.verdict,
         endpoint,

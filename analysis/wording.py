@@ -6,6 +6,7 @@ Every verdict comes with the sentence that may be written in a paper and the one
 from __future__ import annotations
 
 import math
+import re
 
 from analysis.inference import Comparison
 from analysis.plan import Endpoint
@@ -17,7 +18,12 @@ def number(value: float, digits: int = 4) -> str:
     """Significant digits without trailing noise: 0.8125, 119.4, 3.21e-05."""
     if not math.isfinite(value):
         return "\u2013"
-    return f"{value:.{digits}g}".replace("-", MINUS)
+    return tidy(f"{value:.{digits}g}").replace("-", MINUS)
+
+
+def tidy(text: str) -> str:
+    """Exponents without a leading zero: 1e-05 is 1e-5."""
+    return re.sub(r"e([-+])0(\d)", r"e\1\2", text)
 
 
 def effect(endpoint: Endpoint, value: float) -> str:
