@@ -23,7 +23,7 @@ from molt_core.config import RunConfig
 from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.worker import RolloutWorker
 from molt_core.train.worker import ProbeResult, TrainerGroup
-from molt_core.types import Batch, ContractError, Group
+from molt_core.types import Batch, ContractError, Group, Trajectory
 
 FUTILE_BATCHES = 8
 """Batches' worth of groups dropped in a row, without one kept, after which a run gives up."""
@@ -53,13 +53,12 @@ class Loop:
         self.writer.heartbeat("starting", 0)
         await self._start()
         try:
-            self.step_started = time.time()
             await self._refit()
-            probe = await self._probe()
+            probe = await self._probe_and_dispatch()
             self.writer.record(
                 {"step": 0, "phase": "initial", **metrics.probe(probe), **await self._evaluate()}
             )
-            self._dispatch()
+            self.step_started = time.time()
             for step in range(1, self.config.loop.steps + 1):
                 self.writer.heartbeat("training", step - 1)
                 await self._step(step)
@@ -148,9 +147,8 @@ class Loop:
             await self._until(lambda: not self.pool.running)
         refit = await self._refit()
         refit_s = time.time() - refit_started
-        self._dispatch()
         probe_started = time.time()
-        probe = await self._probe() if self.pool.version % self.config.probe.every == 0 else None
+        probe = await self._probe_and_dispatch()
         probe_s = time.time() - probe_started
         evaluation = await self._evaluate() if self._evaluates(step) else {}
         busy, generated = await self._engine_clocks()
@@ -207,14 +205,22 @@ class Loop:
         self.pool.version = version
         return report
 
-    async def _probe(self) -> ProbeResult:
-        """Fresh tokens of the new version, scored by the trainer before its next step (invariant 4)."""
-        rows = -(-self.config.probe.tokens // self.config.rollout.sampling.max_new_tokens)
-        each = -(-rows // len(self.workers))
-        probes = await asyncio.gather(
-            *(worker.probe.remote(each, self.pool.version) for worker in self.workers)
-        )
-        return await self.trainer.score([row for rows in probes for row in rows])
+    async def _probe_and_dispatch(self) -> ProbeResult | None:
+        """Fresh tokens of the new version, scored by the trainer before its next step (invariant 4); None where none is due.
+
+        The probe goes to the engines ahead of new groups, because the trainer waits for it; while it is scored the engines
+        are at work on the new groups already.
+        """
+        rows: list[Trajectory] = []
+        if self.pool.version % self.config.probe.every == 0:
+            count = -(-self.config.probe.tokens // self.config.rollout.sampling.max_new_tokens)
+            each = -(-count // len(self.workers))
+            probes = await asyncio.gather(
+                *(worker.probe.remote(each, self.pool.version) for worker in self.workers)
+            )
+            rows = [row for probe in probes for row in probe]
+        self._dispatch()
+        return await self.trainer.score(rows) if rows else None
 
     def _evaluates(self, step: int) -> bool:
         return step % self.config.evaluation.every == 0 or step == self.config.loop.steps

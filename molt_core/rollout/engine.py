@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from molt_core.types import ContractError, ImageInput
 
 EXCLUDED_BIAS = -100.0
 """Added to the logits of excluded ids: e^-100 of probability is left, far below float32's resolution of the rest."""
+
+RENDERED_KEPT = 256
+"""Prompts kept with their processed images, for the other samples of their group."""
 
 
 class EngineError(RuntimeError):
@@ -118,11 +122,15 @@ class Engine:
         self._eos_id = eos_id
         self._excluded = {int(token): EXCLUDED_BIAS for token in excluded_ids}
         self._requests = 0
-        cpu = (
-            {"distributed_executor_backend": "uni", "enforce_eager": True}
-            if config.device == "cpu"
-            else {}
-        )
+        self._rendered = lru_cache(RENDERED_KEPT)(self._render)
+        # A prompt that is prefilled in pieces rewinds its request's generator, which vLLM 0.32 cannot do on the CPU: it kills
+        # the engine. Hence whole prompts only.
+        cpu = {
+            "distributed_executor_backend": "uni",
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, model.max_length),
+        }
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(checkpoint),
@@ -134,10 +142,13 @@ class Engine:
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
                 enable_prefix_caching=True,
+                # vLLM's own cache of processed images is emptied by a refit while requests read it, which fails them; the
+                # samples of a prompt share one rendered prompt here instead.
+                mm_processor_cache_gb=0,
                 weight_transfer_config=WeightTransferConfig(backend=vllm_plugin.BACKEND),
                 seed=0,
                 disable_log_stats=True,
-                **cpu,
+                **(cpu if config.device == "cpu" else {}),
             )
         )
 
@@ -181,9 +192,8 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
-        if images:
-            prompt["multi_modal_data"] = {"image": [_pil(image) for image in images]}
+        pixels = tuple((image.pixels.tobytes(), image.pixels.shape) for image in images)
+        prompt = self._rendered(tuple(prompt_ids), pixels)
         self._requests += 1
         request_id = f"r{self._requests}"
         try:
@@ -193,6 +203,19 @@ class Engine:
         except Exception as error:
             raise EngineError(f"generation failed: {type(error).__name__}: {error}") from error
         return _sampled(final)
+
+    def _render(self, prompt_ids: tuple[int, ...], pixels: tuple[tuple, ...]) -> Any:
+        from PIL import Image
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
+        if pixels:
+            images = [np.frombuffer(raw, np.uint8).reshape(shape) for raw, shape in pixels]
+            prompt["multi_modal_data"] = {"image": [Image.fromarray(image) for image in images]}
+        renderer = self._llm.renderer
+        parsed = parse_model_prompt(self._llm.model_config, prompt)
+        (rendered,) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
+        return rendered
 
     async def pause(self) -> None:
         """Freeze requests where they are and drop every cache that depends on the weights."""
@@ -227,12 +250,6 @@ class Engine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
-
-
-def _pil(image: ImageInput):
-    from PIL import Image
-
-    return Image.fromarray(image.pixels)
 
 
 def _sampled(output) -> Sampled:

@@ -6,6 +6,7 @@ after load (packed for oneDNN) and on a GPU several layouts are post-processed a
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from molt_core.rollout.refit import RefitError, TensorSlot, broadcast, checksum, join_group, unpack
+
+# It warns at every refit of modules that have no weights to load (rotary embeddings).
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
