@@ -1,0 +1,157 @@
+"""The warm-up: it learns, its wrong labels are as many as declared, and its folder is whole, exact and repeatable."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from molt_core import sft
+from molt_core.config import RunConfig, WarmupConfig
+from molt_core.data import prompt_source
+from molt_core.models.load import content_hash, eos_token_id, excluded_token_ids, load_policy
+from molt_core.models.tiny import build_tiny_qwen3_vl_moe
+from molt_core.render import Renderer
+from molt_core.train.collate import collate
+
+
+def _config(**warmup):
+    return RunConfig.model_validate(
+        {
+            "model": {"builtin": "tiny-qwen3-vl-moe"},
+            "task": {"source": "shapes", "eval_items": 32},
+            "rollout": {"sampling": {"max_new_tokens": 4}},
+            "warmup": {"steps": 12, "rows_per_step": 8, **warmup},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("warmup") / "checkpoint"
+    return out, sft.warm_up(_config(), out)
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return Renderer(build_tiny_qwen3_vl_moe(tmp_path_factory.mktemp("tiny") / "policy"))
+
+
+def test_loss_starts_at_that_of_a_uniform_guess_and_falls(warmed):
+    out, record = warmed
+    sampled_ids = 384 - len(excluded_token_ids(out))
+    assert record["loss_first"] == pytest.approx(np.log(sampled_ids), abs=0.1)
+    assert record["loss_last"] < 0.75 * record["loss_first"]
+
+
+def test_record_names_the_weights_in_the_folder(warmed):
+    out, record = warmed
+    assert json.loads((out / "warmup.json").read_text()) == record
+    assert record["content_hash"] == content_hash(out)
+    assert record["steps"] == 12
+
+
+def test_the_same_configuration_gives_the_same_weights_and_another_seed_does_not(warmed, tmp_path):
+    _, record = warmed
+    assert sft.warm_up(_config(), tmp_path / "again")["content_hash"] == record["content_hash"]
+    other = sft.warm_up(_config(seed=1), tmp_path / "other")
+    assert other["content_hash"] != record["content_hash"]
+
+
+def test_a_finished_warmup_is_not_made_again(warmed):
+    with pytest.raises(FileExistsError):
+        sft.warm_up(_config(), warmed[0])
+
+
+def test_a_failure_leaves_no_folder(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sft, "content_hash", fail)
+    with pytest.raises(OSError, match="disk full"):
+        sft.warm_up(_config(steps=1), tmp_path / "checkpoint")
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_share_of_right_labels(renderer, fraction):
+    """Right by declaration or by chance: fraction + (1 - fraction) / 4 of four colors, within four standard errors."""
+    items = prompt_source(_config().task, "train", 0)
+    warmup = WarmupConfig(rows_per_step=1000, true_label_fraction=fraction)
+    rows = sft.supervised_rows(items, 0, warmup, np.random.default_rng(0), renderer, eos=374)
+    labels = [renderer.decode(row.token_ids[row.action_mask]) for row in rows]
+    share = np.mean([label == items.item(n).answer for n, label in enumerate(labels)])
+    expected = fraction + (1 - fraction) / 4
+    assert abs(share - expected) <= 4 * np.sqrt(expected * (1 - expected) / 1000)
+
+
+def test_answers_and_the_end_of_turn_are_what_is_trained(renderer):
+    items = prompt_source(_config().task, "train", 0)
+    warmup = WarmupConfig(rows_per_step=3, true_label_fraction=1.0)
+    rows = sft.supervised_rows(items, 0, warmup, np.random.default_rng(0), renderer, eos=374)
+    for number, row in enumerate(rows):
+        prompt = renderer.prompt(items.item(number), number)
+        assert tuple(row.token_ids[: row.prompt_length]) == prompt.token_ids
+        trained = row.token_ids[row.action_mask].tolist()
+        assert trained == [*renderer.encode(items.item(number).answer), 374]
+
+
+def test_items_are_no_run_seeds_items(monkeypatch, tmp_path):
+    seeds = []
+    original = sft.prompt_source
+    monkeypatch.setattr(
+        sft,
+        "prompt_source",
+        lambda t, split, seed: seeds.append((split, seed)) or original(t, split, seed),
+    )
+    sft.warm_up(_config(steps=1), tmp_path / "checkpoint")
+    assert ("train", sft.WARMUP_STREAM) in seeds
+    assert all(seed >= sft.WARMUP_STREAM for split, seed in seeds if split == "train")
+
+
+def test_greedy_sampling_takes_the_most_likely_token_of_each_whole_forward_pass(warmed, renderer):
+    """Against transformers' own forward pass on one unpadded row at a time."""
+    out, _ = warmed
+    policy, excluded = load_policy(out), list(excluded_token_ids(out))
+    items = prompt_source(_config().task, "eval", 0)
+    prompts = [renderer.prompt(items.item(n), n) for n in range(4)]
+    eos = eos_token_id(out)
+    answers = sft.sample(policy, prompts, 3, torch.tensor(excluded), eos, temperature=0)
+    for prompt, answer in zip(prompts, answers):
+        expected = []
+        while len(expected) < 3 and eos not in expected:
+            row = collate([sft._row(prompt, [*expected, eos])])
+            with torch.no_grad():
+                logits = policy(
+                    input_ids=row.token_ids[:, :-1],
+                    position_ids=row.position_ids[..., :-1],
+                    pixel_values=row.patches,
+                    image_grid_thw=row.grid_thw,
+                ).logits[0, -1]
+            logits[excluded] = -torch.inf
+            expected.append(int(logits.argmax()))
+        assert answer == expected
+
+
+def test_command_writes_the_folder(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {builtin: tiny-qwen3-vl-moe}\ntask: {source: shapes, eval_items: 8}\n"
+        "warmup: {steps: 2, rows_per_step: 4}\n"
+    )
+    app = typer.Typer()
+    app.command()(sft.main)
+    result = CliRunner().invoke(app, [str(file), "--out", str(tmp_path / "checkpoint")])
+    assert result.exit_code == 0, result.output
+    assert "warm-up done" in result.output
+    load_policy(tmp_path / "checkpoint")
+
+
+def test_a_configuration_without_warmup_is_refused(tmp_path):
+    config = RunConfig.model_validate(
+        {"model": {"builtin": "tiny-qwen3-vl-moe"}, "task": {"source": "shapes"}}
+    )
+    with pytest.raises(ValueError, match="no warmup section"):
+        sft.warm_up(config, tmp_path / "checkpoint")
