@@ -1,10 +1,10 @@
 """Estimators and losses by name, and a user's own from a file.
 
-    # my_loss.py, named in algorithm.plugins
-    from molt_core.algo.losses import register_loss
+# my_loss.py, named in algorithm.plugins
+from molt_core.algo.losses import register_loss
 
-    @register_loss("mine")
-    def mine(tokens, config): ...
+@register_loss("mine")
+def mine(tokens, config): ...
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Registry(Generic[Function]):
 
     def __getitem__(self, name: str) -> Function:
         if name not in self._functions:
-            raise ValueError(f"{self.kind}: {name!r} is unknown; choose one of {sorted(self._functions)}")
+            raise ValueError(
+                f"{self.kind}: {name!r} is unknown; choose one of {sorted(self._functions)}"
+            )
         return self._functions[name]
 
 
@@ -46,5 +48,6 @@ def load_plugins(paths: Sequence[str]) -> None:
     for path in paths:
         try:
             runpy.run_path(path)
-        except Exception as error:  # a user's file may raise anything; the message must say which file it was
-            raise ValueError(f"algorithm.plugins: {path}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # whatever a user's file raises, the message must name it
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"algorithm.plugins: {path}: {reason}") from error
