@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from molt_core.algo.importance import effective_sample_fraction
 from molt_core.rollout.pool import Pool
 from molt_core.train.worker import ProbeResult, StepResult
 from molt_core.types import Batch, Group, Rollout
@@ -101,6 +102,9 @@ def training(result: StepResult, clip_norm: float) -> dict[str, float]:
         "grad_norm": result.grad_norm,
         "grad_clipped": float(result.grad_norm > clip_norm),
         "clip_fraction": sums.pop("clipped", 0.0) / tokens,
+        "effective_sample_fraction": effective_sample_fraction(
+            sums["importance_weight"], sums.pop("importance_weight_squared"), int(tokens)
+        ),
     }
     return fields | {name: total / tokens for name, total in sums.items()}
 

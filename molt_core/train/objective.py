@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from molt_core.algo.importance import correction
+from molt_core.algo.kl import k3
 from molt_core.algo.losses import LossTokens, loss_function
 from molt_core.config import AlgorithmConfig
 from molt_core.train.backend import TrainBackend
@@ -64,10 +65,9 @@ def forward_backward(
         )
         loss = (per_token * weights).sum() / denominator
         backend.backward(loss, is_last=number == len(micro_batches) - 1)
-        difference = behaviour - logprobs.detach()
         per_token_metrics = {
             "entropy": entropy,
-            "kl": torch.expm1(-difference) + difference,
+            "kl": k3(behaviour, logprobs.detach()),
             **correction_metrics,
             **loss_metrics,
         }
