@@ -1,0 +1,220 @@
+"""From a checked experiment to the runs of one scale: warm-up, conformance, systems x seeds.
+
+Arms are interleaved in time: seed by seed, each seed's arms in an order drawn at random from the experiment's name, so that a
+machine that warms up or a cluster that fills over the day does not fall on one arm. The same file gives the same order.
+
+    expansion = expand(load("experiments/moe_vl.yaml"), "tiny", Path("runs"))
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from analysis.plan import Plan, PlannedRun
+from harness.identity import Snapshot, digest, outside_files, run_identity, take_snapshot
+from harness.spec import Experiment, Resources, Scale
+from molt_core.config import RunConfig, TrainerConfig
+
+Kind = Literal["warmup", "conformance", "train"]
+WARMUP_SECTIONS = ("model", "task", "warmup")
+"""What the warm-up's result depends on."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job: a folder name, what it is, and what it waits for (names of runs that must be done first)."""
+
+    name: str
+    kind: Kind
+    system: str
+    role: str
+    seed: int
+    identity: str
+    config: RunConfig
+    resources: Resources
+    needs: tuple[str, ...] = ()
+    against: RunConfig | None = None
+    """The other arm's configuration, of a conformance run."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """All runs of one scale in the order they are started."""
+
+    experiment: Experiment
+    scale: Scale
+    folder: Path
+    runs: tuple[Run, ...]
+    snapshot: Snapshot
+    base: Path
+
+    def __getitem__(self, name: str) -> Run:
+        return next(run for run in self.runs if run.name == name)
+
+    @property
+    def warmup(self) -> Run | None:
+        return next((run for run in self.runs if run.kind == "warmup"), None)
+
+    @property
+    def replicates(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.kind == "train")
+
+    def select(self, pattern: str | None) -> tuple[Run, ...]:
+        """Runs whose name contains ``pattern``, and what they need. Raises ValueError where none does."""
+        if pattern is None:
+            return self.runs
+        chosen = {run.name for run in self.runs if pattern in run.name}
+        if not chosen:
+            names = ", ".join(run.name for run in self.runs)
+            raise ValueError(f"--only {pattern}: no run's name contains it; the runs are {names}")
+        while missing := {n for name in chosen for n in self[name].needs} - chosen:
+            chosen |= missing
+        return tuple(run for run in self.runs if run.name in chosen)
+
+    def plan(self) -> Plan:
+        """What the analysis will hold the experiment to."""
+        experiment, rules = self.experiment, self.scale.rules
+        return Plan(
+            experiment=experiment.name,
+            question=experiment.question,
+            scale=self.scale.name,
+            endpoints=experiment.endpoints,
+            arms=experiment.arms,
+            seeds=self.scale.seeds,
+            exclusion=rules.exclusion,
+            lost_run_rule=rules.lost_run_rule,
+            validity=rules.validity,
+            alpha=rules.alpha,
+            pairing_unit=rules.pairing_unit,
+            identities={
+                run.name: PlannedRun(system=run.system, seed=run.seed, identity=run.identity)
+                for run in self.replicates
+            },
+            order=tuple(run.name for run in self.replicates),
+        )
+
+
+def expand(
+    experiment: Experiment, scale_name: str, runs_dir: Path, *, base: Path, write: bool = True
+) -> Expansion:
+    """Every run of ``scale_name``. ``base``: the folder that relative paths in the protocol start from.
+
+    With ``write`` False nothing is written, not even the snapshot of the code.
+    """
+    scale = experiment.scales[scale_name]
+    snapshot = take_snapshot(runs_dir / ".code", write=write)
+    runs = tuple(_runs(experiment, scale, snapshot.hash, base))
+    folder = runs_dir / experiment.name / scale.name
+    return Expansion(experiment, scale, folder, runs, snapshot, base)
+
+
+def arms_difference(scale: Scale) -> dict[str, dict[str, Any]]:
+    """Trainer field -> system -> value, for the fields in which the systems differ."""
+    trainers = {
+        name: flatten(config.trainer.model_dump(mode="json"))
+        for name, config in scale.configs.items()
+    }
+    keys = dict.fromkeys(key for trainer in trainers.values() for key in trainer)
+    table = {key: {name: trainer.get(key) for name, trainer in trainers.items()} for key in keys}
+    return {key: row for key, row in table.items() if len(set(map(repr, row.values()))) > 1}
+
+
+def protocol_of(config: RunConfig) -> dict[str, Any]:
+    """What every arm shares, as JSON values."""
+    return config.model_dump(mode="json", exclude={"trainer", "seed"})
+
+
+def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; an empty mapping has no keys."""
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        flat |= flatten(inner, name) if isinstance(inner, dict) else {name: inner}
+    return flat
+
+
+def interleaved(experiment: Experiment, scale: Scale) -> Iterator[tuple[str, int]]:
+    """(system, seed): blocks of one seed, the systems of a block in random order."""
+    seeds = list(scale.seeds)
+    draw = random.Random(digest([experiment.name, scale.name, seeds, sorted(scale.configs)]))
+    for seed in seeds:
+        systems = sorted(scale.configs)
+        draw.shuffle(systems)
+        yield from ((system, seed) for system in systems)
+
+
+def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterator[Run]:
+    first = next(iter(scale.configs.values()))
+    shape = scale.resources.model_dump(mode="json", exclude={"time_limit", "hang_after_s"})
+    where = {"name": scale.name, **shape}
+    common = {"code": code, "files": outside_files(first, base)}
+    protocol = protocol_of(first)
+    parents: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    if first.warmup is not None:
+        recipe = {key: protocol[key] for key in WARMUP_SECTIONS}
+        identity = run_identity("warmup", where, recipe, **common)
+        trainer = TrainerConfig(device=first.engine.device)
+        warmup = Run(
+            name=f"warmup-{identity[:8]}",
+            kind="warmup",
+            system="warmup",
+            role="warmup",
+            seed=first.warmup.seed,
+            identity=identity,
+            config=first.model_copy(update={"trainer": trainer, "seed": first.warmup.seed}),
+            resources=scale.resources,
+        )
+        parents, needs = (identity,), (warmup.name,)
+        yield warmup
+
+    conformances: dict[str, str] = {}
+    baseline = scale.configs[experiment.baseline]
+    for arm in experiment.arms:
+        if arm.role == "baseline":
+            continue
+        config = scale.configs[arm.name]
+        pair = {"baseline": baseline.trainer.model_dump(mode="json")}
+        pair["candidate"] = config.trainer.model_dump(mode="json")
+        identity = run_identity(
+            "conformance", where, protocol, **common, system=pair, parents=parents
+        )
+        name = f"conformance-{arm.name}-{identity[:8]}"
+        conformances[arm.name] = name
+        yield Run(
+            name=name,
+            kind="conformance",
+            system="conformance",
+            role="conformance",
+            seed=config.seed,
+            identity=identity,
+            config=config,
+            resources=scale.resources,
+            needs=needs,
+            against=baseline,
+        )
+
+    roles = {arm.name: arm.role for arm in experiment.arms}
+    for system, seed in interleaved(experiment, scale):
+        config = scale.config(system, seed)
+        arm = {"name": system, "trainer": config.trainer.model_dump(mode="json")}
+        identity = run_identity(
+            "train", where, protocol, **common, system=arm, seed=seed, parents=parents
+        )
+        checks = conformances.values() if system == experiment.baseline else [conformances[system]]
+        yield Run(
+            name=f"{system}-s{seed}-{identity[:8]}",
+            kind="train",
+            system=system,
+            role=roles[system],
+            seed=seed,
+            identity=identity,
+            config=config,
+            resources=scale.resources,
+            needs=(*needs, *checks),
+        )

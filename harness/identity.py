@@ -1,0 +1,166 @@
+"""A run's identity: the hash of everything that determines its result, and of nothing else.
+
+Same identity, same folder: submitting twice runs nothing twice, and a folder never mixes two programs. Time, job id, host,
+notes and the files that only look at runs (analysis, status, tests, docs) are left out on purpose.
+
+The code is kept as a content-addressed copy beside the runs (``runs/.code/<hash>``). Runs import from that copy, so an edit
+during an experiment reaches the next submit and never a run that waits or works.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molt_core.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The project's folder."""
+
+CODE = ("molt_core", "harness/__init__.py", "harness/baselines", "harness/conformance.py")
+"""What a run can import of this project, relative to ROOT."""
+
+SCHEMA = 1
+"""Raise when a change elsewhere in the harness changes results: every identity changes with it."""
+
+
+def canonical(value: Any) -> str:
+    """JSON with one spelling for a value: sorted keys, no spaces, shortest floats, no NaN."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+
+
+def digest(value: Any) -> str:
+    """sha256 of the canonical JSON of ``value``."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def hash_path(path: Path) -> str:
+    """sha256 of a file's bytes, or of a folder's files by relative name."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return digest({str(file.relative_to(path)): hash_path(file) for file in files})
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def code_files(root: Path = ROOT) -> list[Path]:
+    """Relative paths of the files that a run can import: the working tree as it is, ignored files left out."""
+    listed = subprocess.run(
+        ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", *CODE],
+        capture_output=True,
+    )
+    if listed.returncode == 0:
+        names = {Path(os.fsdecode(name)) for name in listed.stdout.split(b"\0") if name}
+    else:  # an unpacked archive, or no git: the same files without git's ignore rules
+        found = [root / entry for entry in CODE]
+        found += [file for entry in found if entry.is_dir() for file in entry.rglob("*")]
+        names = {f.relative_to(root) for f in found if f.is_file() and "__pycache__" not in f.parts}
+    return sorted(name for name in names if name.suffix != ".md" and (root / name).is_file())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A read-only copy of the code under the hash of its content."""
+
+    hash: str
+    path: Path
+
+
+def take_snapshot(store: Path, root: Path = ROOT, write: bool = True) -> Snapshot:
+    """Copy the importable code to ``store/<hash16>``; with ``write`` False only tell where it would lie."""
+    contents = {str(name): (root / name).read_bytes() for name in code_files(root)}
+    if not contents:
+        raise FileNotFoundError(f"{root}: no code found under {', '.join(CODE)}")
+    code = digest({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+    target = store / code[:16]
+    if write and not target.is_dir():
+        store.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=store, prefix=".draft-"))
+        for name, data in contents.items():
+            file = draft / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            file.chmod(0o444)
+        draft.chmod(0o755)
+        try:
+            draft.rename(target)
+        except OSError:  # another submit was first with the same content
+            shutil.rmtree(draft)
+            if not target.is_dir():
+                raise
+    return Snapshot(code, target)
+
+
+def outside_files(config: RunConfig, base: Path) -> dict[str, str | None]:
+    """Content hashes of what the configuration names beyond the code: rows, plug-ins, agents, a local model's weights.
+
+    None for a path that is not there: a plan can be shown before its data has arrived, with an identity of its own.
+    """
+    found: dict[str, str | None] = {}
+    paths = [*config.algorithm.plugins]
+    if looks_like_path(config.task.source):
+        paths.append(config.task.source)
+    if config.model.path is not None and (base / config.model.path).is_dir():
+        paths.append(config.model.path)
+    for text in paths:
+        path = base / text
+        found[text] = hash_path(path) if path.exists() else None
+    if ":" in config.task.agent:
+        found[config.task.agent] = _module_hash(config.task.agent)
+    return found
+
+
+def looks_like_path(source: str) -> bool:
+    """A file or folder of rows, rather than the name of a built-in task."""
+    return "/" in source or Path(source).suffix in (".jsonl", ".parquet")
+
+
+def run_identity(
+    kind: str,
+    scale: Mapping[str, Any],
+    protocol: Mapping[str, Any],
+    *,
+    code: str,
+    files: Mapping[str, str | None],
+    system: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    image: str | None = None,
+    parents: Iterable[str] = (),
+) -> str:
+    """sha256 over what determines a run's result. ``parents``: identities of the runs whose product it reads."""
+    return digest(
+        {
+            "schema": SCHEMA,
+            "kind": kind,
+            "scale": scale,
+            "protocol": protocol,
+            "system": system,
+            "seed": seed,
+            "code": code,
+            "files": files,
+            "image": image,
+            "parents": sorted(parents),
+        }
+    )
+
+
+def _module_hash(name: str) -> str | None:
+    """Hash of the file behind 'package.module:Class' where it lies outside this project."""
+    spec = importlib.util.find_spec(name.partition(":")[0])
+    if spec is None or spec.origin is None or Path(spec.origin).is_relative_to(ROOT / "molt_core"):
+        return None
+    return hash_path(Path(spec.origin))

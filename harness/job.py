@@ -1,0 +1,271 @@
+"""One attempt at one run:  python -m harness.job RUN_DIR
+
+Takes the run's lock, opens ``attempts/NN/``, starts the command in a session of its own, and watches: its end, a signal to
+this job, its heartbeat, its time limit. Whatever happens, no process outlives the job, and ``end.json`` says how it ended.
+``done.json`` is written last, after the product was checked. Exit codes: 0 done, 1 ended otherwise, 75 another job works here.
+
+The watch is one thread and one system call: signals are blocked from the start and collected with ``sigtimedwait``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness import fingerprints
+from harness.outcome import judge_exit, last_lines, product
+from harness.processes import (
+    MARK,
+    become_subreaper,
+    end_descendants,
+    end_leftovers,
+    reap,
+    signalled_when_parent_dies,
+)
+from harness.run_folder import Busy, RunFolder, hold, write_json
+
+WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TICK_S = 1.0
+"""How often the heartbeat is looked at."""
+GRACE_S = 10.0
+"""Time that the command has to end after SIGTERM."""
+EX_TEMPFAIL = 75
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended."""
+
+    state: str
+    reason: str
+    exit_code: int | None = None
+
+
+def run_job(run_dir: str | Path) -> Ending:
+    """Work one attempt of ``run_dir`` to its end. Raises Busy where another job holds the run."""
+    folder = RunFolder(Path(run_dir).resolve())
+    run = folder.run
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    with hold(folder.lock, job=fingerprints.scheduler().get("slurm_job_id")):
+        if folder.done is not None:
+            return Ending("DONE", "was done before")
+        end_leftovers(run["identity"])
+        attempt = folder.new_attempt()
+        started = time.time()
+        facts: dict[str, Any] = {}
+        if blocked := unmet_need(folder):
+            ending = Ending("BLOCKED", blocked)
+        elif not code_path(folder, run).is_dir():
+            ending = Ending("CONFIG", "the copy of the code it was submitted with is gone")
+        else:
+            ending, facts = _attempt(folder, run, attempt)
+        ended = time.time()
+        beat = folder.heartbeat or {}
+        write_json(
+            attempt / "end.json",
+            {
+                "state": ending.state,
+                "reason": f"{ending.state}: {ending.reason}" if ending.reason else ending.state,
+                "exit_code": ending.exit_code,
+                "step": beat.get("step") if beat.get("time_unix", 0) >= started else None,
+                "started": started,
+                "ended": ended,
+                "duration_s": ended - started,
+                "last_lines": last_lines(attempt / "output.log"),
+                **facts,
+            },
+        )
+        if ending.state == "DONE":
+            done = {"attempt": int(attempt.name), "finished": ended, **product(folder)}
+            write_json(folder.path / "done.json", done)
+        return ending
+
+
+def _attempt(folder: RunFolder, run: dict[str, Any], attempt: Path) -> tuple[Ending, dict]:
+    installed = fingerprints.packages()
+    prints = {
+        "code": run["fingerprints"]["code"],
+        "packages": fingerprints.packages_hash(installed),
+        "hardware": fingerprints.hardware(),
+    }
+    folder.update_run(fingerprints=prints, **inherited(folder))
+    arguments = command(folder, run, attempt)
+    write_json(
+        attempt / "start.json",
+        {
+            "time": time.time(),
+            "pid": os.getpid(),
+            **fingerprints.scheduler(),
+            "command": arguments,
+            "fingerprints": prints,
+            "packages": installed,
+        },
+    )
+    become_subreaper()
+    scratch = tempfile.mkdtemp(prefix="m")  # short: Ray's socket paths below it must fit 107 bytes
+
+    def in_child() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+        signalled_when_parent_dies(signal.SIGKILL)
+
+    try:
+        with open(attempt / "output.log", "ab") as log:
+            child = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=attempt,  # nothing to import here: code comes from the snapshot
+                env=environment(folder, run, scratch),
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
+        try:
+            ending = _watch(child, folder, run, attempt)
+        finally:
+            remained = end_descendants()
+        return ending, {"ended_with_it": remained} if remained else {}
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _watch(
+    child: subprocess.Popen, folder: RunFolder, run: dict[str, Any], attempt: Path
+) -> Ending:
+    """Wait for the first of: the command's end, a signal, a hang, the time limit."""
+    resources = run["resources"]
+    progress, seen_at, started = None, time.monotonic(), time.monotonic()
+    while True:
+        caught = signal.sigtimedwait(WATCHED, TICK_S)
+        ended = reap()
+        if child.pid in ended:
+            child.returncode = ended[child.pid]
+            return Ending(*judge_exit(folder, attempt, child.returncode), child.returncode)
+        now = time.monotonic()
+        if caught is not None and caught.si_signo != signal.SIGCHLD:
+            code = _stop(child)
+            name = signal.Signals(caught.si_signo).name
+            return Ending("KILLED", f"the job was told to end ({name})", code)
+        latest = _progress(folder, attempt, since=_start_time(attempt))
+        if latest != progress:
+            progress, seen_at = latest, now
+        if now - seen_at > resources["hang_after_s"]:
+            code = _stop(child, signal.SIGABRT)  # faulthandler writes every thread's stack
+            where = f"in phase {progress[0]} at step {progress[1]}" if progress else "ever"
+            return Ending("HANG", f"no progress for {now - seen_at:.0f} s {where}", code)
+        if now - started > resources["time_limit_s"]:
+            code = _stop(child)
+            return Ending("TIMEOUT", f"over its time limit of {resources['time_limit_s']} s", code)
+
+
+def _stop(child: subprocess.Popen, number: signal.Signals = signal.SIGTERM) -> int | None:
+    """Ask the command to end; after GRACE_S its descendants are ended with it. Returns its code where it obeyed."""
+    os.kill(child.pid, number)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        signal.sigtimedwait([signal.SIGCHLD], 0.2)
+        ended = reap()
+        if child.pid in ended:
+            child.returncode = ended[child.pid]
+            return child.returncode
+    child.returncode = -signal.SIGKILL  # end_descendants does it
+    return None
+
+
+def _start_time(attempt: Path) -> float:
+    return (attempt / "start.json").stat().st_mtime
+
+
+def _progress(folder: RunFolder, attempt: Path, since: float) -> tuple[Any, ...] | None:
+    """What must change for an attempt to be alive: phase and step of its heartbeat, else the size of its log."""
+    beat = folder.heartbeat
+    if beat is not None and beat["time_unix"] >= since:
+        return beat["phase"], beat["step"]
+    return "starting", (attempt / "output.log").stat().st_size
+
+
+def unmet_need(folder: RunFolder) -> str:
+    """Why this run cannot start, "" where it can: what it needs ended otherwise, or its arms do not conform."""
+    for need in folder.needs:
+        done = need.done
+        if done is None:
+            ended = need.end
+            return (
+                f"needs {need.name}, which {'ended ' + ended['reason'] if ended else 'is not done'}"
+            )
+        if done.get("conformance", {}).get("passed") is False:
+            detail = done["conformance"].get("detail", "see its conformance.json")
+            return f"{need.name} found that the arms do not make the same update: {detail}"
+    return ""
+
+
+def command(folder: RunFolder, run: dict[str, Any], attempt: Path) -> list[str]:
+    """run.json's command with this attempt's places filled in."""
+    places = {
+        "python": sys.executable,
+        "run": str(folder.path),
+        "scale": str(folder.path.parent),
+        "attempt": str(int(attempt.name)),
+    }
+    return [part.format_map(places) for part in run["command"]]
+
+
+def code_path(folder: RunFolder, run: dict[str, Any]) -> Path:
+    """The snapshot that the run imports from; run.json has it relative, so that ``runs/`` can be moved."""
+    return (folder.path / run["code_path"]).resolve()
+
+
+def environment(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[str, str]:
+    """The job's own environment, with the snapshot first on the import path and the run's mark."""
+    path = [str(code_path(folder, run)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        MARK: run["identity"],
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "TMPDIR": scratch,
+    }
+
+
+def inherited(folder: RunFolder) -> dict[str, Any]:
+    """What the runs it needs have found: the initial checkpoint's content hash, the conformance of its pair."""
+    facts: dict[str, Any] = {}
+    figures = {}
+    for need in folder.needs:
+        done = need.done or {}
+        if "content_hash" in done:
+            facts["warmup_content_hash"] = done["content_hash"]
+        if "conformance" in done:
+            figures[need.name] = done["conformance"]
+    if figures:
+        passed = all(figure["passed"] for figure in figures.values())
+        facts["conformance"] = {"passed": passed, "pairs": figures}
+    return facts
+
+
+def main(
+    run_dir: Annotated[Path, typer.Argument(help="the run's folder, with its run.json")],
+) -> None:
+    """Work one attempt of a run: start its command, watch it, end everything with it, record how it ended."""
+    try:
+        ending = run_job(run_dir)
+    except Busy as error:
+        typer.echo(f"{run_dir.name}: {error}", err=True)
+        raise typer.Exit(EX_TEMPFAIL) from error
+    typer.echo(f"{run_dir.name}: {ending.state}{f': {ending.reason}' if ending.reason else ''}")
+    raise typer.Exit(0 if ending.state == "DONE" else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

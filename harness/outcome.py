@@ -1,0 +1,139 @@
+"""How an attempt ended, in one word and one sentence, and what makes a run done.
+
+    DONE      the command ended with 0 and its product is there: the only success
+    FAILED    it ended with another code, or with 0 and without its product
+    CONFIG    it was told something impossible; nothing was trained
+    BLOCKED   what it needs did not succeed; nothing ran
+    KILLED    a signal ended it or its job: cancelled, Ctrl-C, out of memory, machine gone
+    TIMEOUT   over its time limit
+    HANG      no progress within the bound
+    other     the run's own judgement (DIVERGED, EVERYTHING_DROPPED, ...): a result, not an accident
+
+An interrupted run goes on at the next submit; a failed one only when asked to; a judgement stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from harness.run_folder import RunFolder, read_json, tail_records
+
+GOES_ON = ("KILLED", "CONFIG", "BLOCKED")
+"""Interrupted, not finished: the next submit goes on."""
+WHEN_ASKED = ("FAILED", "TIMEOUT")
+"""``submit --retry`` tries these again."""
+
+EXIT_CONFIG, EXIT_JUDGED = 2, 3
+"""Exit codes of the commands that say more than failure."""
+
+
+class Unfinished(RuntimeError):
+    """The command ended with 0 and its product is not there; the message says what is missing."""
+
+
+def product(folder: RunFolder) -> dict[str, Any]:
+    """Check that what the run was for exists; returns what ``done.json`` says of it. Raises Unfinished."""
+    run = folder.run
+    return {"train": _trained, "warmup": _warmed_up, "conformance": _conforms}[run["kind"]](
+        folder, run
+    )
+
+
+def _trained(folder: RunFolder, run: dict[str, Any]) -> dict[str, Any]:
+    steps = run["config"]["loop"]["steps"]
+    attempt = int(folder.attempts[-1].name)
+    last = next(iter(tail_records(folder.metrics, 1)), {})
+    if last.get("step") != steps or last.get("attempt") != attempt:
+        raise Unfinished(
+            f"metrics.jsonl ends at step {last.get('step', 'none')} of attempt {last.get('attempt', 'none')}, "
+            f"not at step {steps} of attempt {attempt}"
+        )
+    digest = hashlib.sha256(folder.metrics.read_bytes()).hexdigest()
+    return {"steps": steps, "metrics_sha256": digest, "summary": summarise(folder.metrics)}
+
+
+def _warmed_up(folder: RunFolder, run: dict[str, Any]) -> dict[str, Any]:
+    facts = read_json(folder.path / "checkpoint" / "warmup.json")
+    if facts is None or "content_hash" not in facts:
+        raise Unfinished("checkpoint/warmup.json with a content_hash is not there")
+    return {"content_hash": facts["content_hash"], "summary": _numbers(facts)}
+
+
+def _conforms(folder: RunFolder, run: dict[str, Any]) -> dict[str, Any]:
+    facts = read_json(folder.path / "conformance.json")
+    if facts is None or "passed" not in facts:
+        raise Unfinished("conformance.json with `passed` is not there")
+    return {"conformance": facts, "summary": _numbers(facts)}
+
+
+def summarise(metrics: Path) -> dict[str, float]:
+    """The last value of what was measured at the end, and means over the last ten training steps.
+
+    A step recorded by two attempts counts once, as the later attempt saw it. Rates are the analysis's business.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in metrics.read_text().splitlines():
+        record = json.loads(line)
+        by_step[record["step"]] = record
+    records = [by_step[step] for step in sorted(by_step)]
+    trained = [record for record in records if record["step"] > 0]
+    summary: dict[str, float] = {}
+    for record in records:
+        summary |= {k: v for k, v in record.items() if k.startswith("eval_")}
+    for name in ("reward_mean", "loss", "grad_norm", "entropy", "response_tokens_mean"):
+        values = [record[name] for record in trained[-10:] if name in record]
+        if values:
+            summary[f"{name}_last10"] = sum(values) / len(values)
+    for name in ("wall_s", "t_wait_s", "t_forward_backward_s", "t_optimizer_s", "tokens_forward"):
+        values = [record[name] for record in trained if name in record]
+        if values:
+            summary[f"{name}_total"] = sum(values)
+    worst = [record["mismatch_max"] for record in records if "mismatch_max" in record]
+    return _numbers(summary | ({"mismatch_max": max(worst)} if worst else {}))
+
+
+def judge_exit(folder: RunFolder, attempt: Path, code: int) -> tuple[str, str]:
+    """(state, reason) of a command that ended by itself with ``code`` (negative: by that signal)."""
+    if code == 0:
+        try:
+            product(folder)
+        except Unfinished as error:
+            return "FAILED", f"ended with exit code 0, but {error}"
+        return "DONE", ""
+    said = last_words(attempt / "output.log")
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
+        return "KILLED", f"{name} ended the command{hint}"
+    if code == EXIT_JUDGED:
+        facts = read_json(attempt / "reason.json") or {}
+        return facts.get("reason", "JUDGED"), facts.get("detail", said)
+    return "CONFIG" if code == EXIT_CONFIG else "FAILED", f"exit code {code}: {said}"
+
+
+def last_lines(log: Path, count: int = 30, block: int = 64 * 1024) -> list[str]:
+    """The last lines of a log, whatever bytes are in it."""
+    if not log.exists():
+        return []
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - block))
+        return file.read().decode(errors="replace").splitlines()[-count:]
+
+
+def last_words(log: Path) -> str:
+    """The line of a log that most likely says why: the last that names an error, else the last."""
+    lines = [line.strip() for line in last_lines(log, 200) if line.strip()]
+    named = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
+    return (named or lines or ["no output"])[-1][:500]
+
+
+def _numbers(facts: dict[str, Any]) -> dict[str, float]:
+    return {
+        key: value
+        for key, value in facts.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,95 @@
+"""What would fail on this machine, found before anything starts: one sentence a problem, each with its remedy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from harness.expand import Expansion
+from harness.identity import looks_like_path
+
+FREE_DISK_GB = 2
+"""What an experiment may write before anybody looks: logs, metrics, a few checkpoints of a small model."""
+
+
+def problems(expansion: Expansion, *, cluster: bool) -> list[str]:
+    """Everything that stands in the way of running ``expansion`` here; ``cluster``: on Slurm's nodes instead."""
+    found = [*_inputs(expansion), *_imports(expansion), *_disk(expansion)]
+    return found if cluster else [*found, *_machine(expansion)]
+
+
+def _inputs(expansion: Expansion) -> Iterator[str]:
+    config, where = expansion.runs[0].config, expansion.experiment.path.name
+    source = config.task.source
+    if looks_like_path(source) and not (expansion.base / source).exists():
+        yield (
+            f"protocol.task.source: {source} does not exist below {expansion.base}; put your rows there (JSONL, parquet or "
+            f"a Hugging Face folder) or change the path in {where}"
+        )
+    model = config.model.path
+    if model is not None and not (expansion.base / model).is_dir():
+        yield (
+            f"protocol.model.path: {model} is no folder here; download the checkpoint first (compute nodes are often "
+            f"offline) and give its folder in {where}"
+        )
+    for plugin in config.algorithm.plugins:
+        if not (expansion.base / plugin).is_file():
+            yield f"protocol.algorithm.plugins: {plugin} does not exist below {expansion.base}"
+
+
+def _imports(expansion: Expansion) -> Iterator[str]:
+    for name, config in expansion.scale.configs.items():
+        backend = config.trainer.backend
+        if ":" in backend and not _findable(backend.partition(":")[0]):
+            yield f"systems.{name}.trainer.backend: no module {backend.partition(':')[0]}; mend the name"
+    needed = {"torch", "ray", "vllm"}
+    if any("megatron" in c.trainer.backend for c in expansion.scale.configs.values()):
+        needed.add("megatron")
+    missing = sorted(name for name in needed if not _findable(name))
+    if missing:
+        yield f"not installed: {', '.join(missing)}; run `make setup`"
+
+
+def _findable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def _disk(expansion: Expansion) -> Iterator[str]:
+    place = expansion.folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / 1e9
+    if free < FREE_DISK_GB:
+        yield f"{place.resolve()} has {free:.1f} GB free and a run needs {FREE_DISK_GB}; make room, or use --runs"
+    if not os.access(place, os.W_OK):
+        yield f"{place.resolve()} cannot be written; use --runs with a folder of yours"
+
+
+def _machine(expansion: Expansion) -> Iterator[str]:
+    resources, name = expansion.scale.resources, expansion.scale.name
+    if resources.nodes > 1:
+        yield (
+            f"scale {name} asks for {resources.nodes} nodes and there is no Slurm here (no sbatch); submit it on the cluster, "
+            f"or take another scale{_alternative(expansion)}"
+        )
+    elif resources.device == "cuda" and not Path("/proc/driver/nvidia").exists():
+        yield (
+            f"scale {name} asks for {resources.devices_per_node} GPUs and this machine has none"
+            f"{_alternative(expansion)}"
+        )
+    available = psutil.virtual_memory().available / 1e9
+    if available < 3:
+        yield f"{available:.1f} GB of memory are free and an engine with its trainer takes 3; close something"
+
+
+def _alternative(expansion: Expansion) -> str:
+    default = expansion.experiment.default_scale
+    return f" (--scale {default})" if default not in (None, expansion.scale.name) else ""

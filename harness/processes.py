@@ -1,0 +1,111 @@
+"""No process outlives its job: the few kernel calls that make this true on Linux.
+
+A job is a *subreaper*: whatever its descendants leave behind (a daemon of Ray, an engine of vLLM) becomes its own child and not
+init's, so it can be found and ended. A child may ask to be signalled when its parent dies. And every process of a run
+carries the run's identity in its environment, by which leftovers of a job that was killed outright are found later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+import psutil
+
+MARK = "MOLT_RUN"
+"""Environment variable that holds the identity of the run a process belongs to."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants of this process become its children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signalled_when_parent_dies(number: signal.Signals) -> None:
+    """To be called in the child between fork and exec."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_descendants(grace_s: float = 5.0) -> list[str]:
+    """End every descendant of this process: SIGTERM, ``grace_s`` seconds, SIGKILL. Returns the names of those that remained.
+
+    Repeats until none is left, since a dying process may hand over children of its own. To be called by a subreaper, with
+    SIGCHLD blocked.
+    """
+    met: dict[int, str] = {}
+    deadline = time.monotonic() + grace_s
+    while True:
+        reap()
+        alive = psutil.Process().children(recursive=True)
+        if not alive:
+            return sorted(met.values())
+        late = time.monotonic() >= deadline
+        for process in alive:
+            try:
+                if process.pid not in met:
+                    met[process.pid] = process.name()
+                    process.terminate()
+                if late:
+                    process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        signal.sigtimedwait([signal.SIGCHLD], 0.05)
+
+
+def reap() -> dict[int, int]:
+    """Collect ended children without waiting: pid -> return code (negative: the signal that ended it)."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def leftovers(identity: str) -> list[psutil.Process]:
+    """This user's processes that carry the run's mark, but for this process and its ancestors."""
+    this = psutil.Process()
+    own = {this.pid, *(parent.pid for parent in this.parents())}
+    found = []
+    for process in psutil.process_iter():
+        if process.pid in own:
+            continue
+        try:
+            if process.environ().get(MARK) == identity:
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def end_leftovers(identity: str, grace_s: float = 5.0) -> list[str]:
+    """End what an earlier job of this run left behind; returns the names."""
+    found = leftovers(identity)
+    names = []
+    for process in found:
+        try:
+            names.append(process.name())
+            process.terminate()
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(found, timeout=grace_s)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=grace_s)
+    return names

@@ -1,0 +1,196 @@
+"""Work the runs of one experiment on this machine:  python -m harness.queue SCALE_DIR
+
+``submit`` writes what is asked for into ``queue.json``; one queue at a time (``queue.lock``) starts a job for each run whose
+needs are settled, never more at once than the machine has cores for, over all experiments of a user. It re-reads the file, so
+a second submit adds to a queue that works. When it is told to end it ends its jobs; if it is killed outright, the kernel
+tells them (``harness/processes.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.identity import ROOT
+from harness.processes import end_leftovers, signalled_when_parent_dies
+from harness.run_folder import Busy, RunFolder, hold, read_json, write_json
+from harness.status import is_asked_for, queue_lock
+
+TICK_S = 0.5
+"""How often finished jobs are collected and the display drawn."""
+
+
+def ask(scale_folder: Path, order: list[str], names: list[str]) -> None:
+    """Ask for one more attempt at each of ``names``; ``order`` is the order of all runs of this submit."""
+    before = read_json(scale_folder / "queue.json") or {"work": {}}
+    wanted = {name: len(RunFolder(scale_folder / name).attempts) for name in names}
+    write_json(scale_folder / "queue.json", {"order": order, "work": {**before["work"], **wanted}})
+
+
+def withdraw(scale_folder: Path, names: list[str] | None = None) -> None:
+    """Ask no longer for ``names`` (None: for nothing)."""
+    queue = read_json(scale_folder / "queue.json")
+    if queue is not None:
+        kept = {n: k for n, k in queue["work"].items() if names is not None and n not in names}
+        write_json(scale_folder / "queue.json", {**queue, "work": kept})
+
+
+@dataclass
+class Job:
+    """A started job and the cores it holds."""
+
+    folder: RunFolder
+    process: subprocess.Popen
+    cores: ExitStack
+
+
+@dataclass
+class Queue:
+    """Starts what ``queue.json`` asks for. ``work`` returns when nothing is left, or after ``stop``."""
+
+    scale_folder: Path
+    jobs: dict[str, Job] = field(default_factory=dict)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def work(self, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Raises Busy where another queue works here. ``on_tick`` is called about twice a second."""
+        with hold(queue_lock(self.scale_folder)), self._signals():
+            while True:
+                self._collect()
+                if not self.stopping.is_set():
+                    self._start()
+                on_tick()
+                if not self.jobs and (self.stopping.is_set() or not self._waiting()):
+                    return
+                self.stopping.wait(TICK_S) if not self.stopping.is_set() else self._join()
+
+    def _waiting(self) -> list[RunFolder]:
+        queue = read_json(self.scale_folder / "queue.json") or {"order": [], "work": {}}
+        folders = [RunFolder(self.scale_folder / name) for name in queue["order"]]
+        return [
+            folder
+            for folder in folders
+            if folder.name not in self.jobs and is_asked_for(folder, queue["work"])
+        ]
+
+    def _start(self) -> None:
+        waiting = self._waiting()
+        unsettled = {folder.name for folder in waiting} | set(self.jobs)
+        for folder in waiting:
+            if any(need.name in unsettled for need in folder.needs):
+                continue
+            cores = take_cores(folder.run["resources"]["cpus_per_node"])
+            if cores is None:
+                return
+            self.jobs[folder.name] = Job(folder, start_job(folder), cores)
+
+    def _collect(self) -> None:
+        for name, job in list(self.jobs.items()):
+            if job.process.poll() is None:
+                continue
+            end_leftovers(job.folder.run["identity"])  # of a job that was itself killed
+            job.cores.close()
+            del self.jobs[name]
+            if len(job.folder.attempts) <= self._asked_at(name) and job.folder.done is None:
+                withdraw(self.scale_folder, [name])  # it could not even open an attempt
+
+    def _asked_at(self, name: str) -> int:
+        queue = read_json(self.scale_folder / "queue.json") or {"work": {}}
+        return queue["work"].get(name, -1)
+
+    def _join(self) -> None:
+        """After a stop: tell the jobs once, then wait for the first to end."""
+        for job in self.jobs.values():
+            if job.process.poll() is None:
+                job.process.send_signal(signal.SIGTERM)
+        for job in self.jobs.values():
+            job.process.wait()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT, SIGTERM and SIGHUP stop the queue; what was set before comes back."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            signal.signal(number, lambda *_: self.stopping.set())
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def start_job(folder: RunFolder) -> subprocess.Popen:
+    """``python -m harness.job`` in a session of its own, so that Ctrl-C reaches the queue and not the job."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with open(folder.path / "job.log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.job", str(folder.path.resolve())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+            preexec_fn=lambda: signalled_when_parent_dies(signal.SIGTERM),
+        )
+
+
+def take_cores(count: int) -> ExitStack | None:
+    """Hold ``count`` of this machine's cores (at most all), None where too few are free.
+
+    A core is a lock file that every queue of this user shares. It bounds how much runs at once; it pins nothing.
+    """
+    total = len(os.sched_getaffinity(0))
+    folder = Path(tempfile.gettempdir()) / f"molt-cores-{os.getuid()}"
+    held = ExitStack()
+    taken = 0
+    for number in range(total):
+        try:
+            held.enter_context(hold(folder / f"{number}.lock"))
+            taken += 1
+        except Busy:
+            continue
+        if taken == min(count, total):
+            return held
+    held.close()
+    return None
+
+
+def start_detached(scale_folder: Path) -> int:
+    """Start a queue that outlives this terminal; returns its process id."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with open(scale_folder / "queue.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "harness.queue", str(scale_folder.resolve())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def main(
+    scale_folder: Annotated[Path, typer.Argument(help="runs/<experiment>/<scale>")],
+) -> None:
+    """Work what is asked for in a folder of runs, then end."""
+    try:
+        Queue(scale_folder).work()
+    except Busy as error:
+        typer.echo(f"a queue works here already: {error}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

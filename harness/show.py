@@ -1,0 +1,246 @@
+"""What a person sees of a submit: the dry run, what will be started, live progress, how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console, Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from harness.expand import Expansion, Run, arms_difference, protocol_of
+from harness.run_folder import is_held
+from harness.status import RunStatus, duration, queue_lock, read_statuses, table
+
+PLAIN_EVERY_S = 20.0
+"""Seconds between progress lines where the output is not a terminal."""
+DRAW_S = 0.5
+
+
+def as_data(expansion: Expansion, runs: Sequence[Run], obstacles: list[str]) -> dict[str, Any]:
+    """The dry run for machines."""
+    return {
+        "experiment": expansion.experiment.name,
+        "scale": expansion.scale.name,
+        "folder": str(expansion.folder),
+        "protocol": protocol_of(expansion.runs[0].config),
+        "arms_difference": arms_difference(expansion.scale),
+        "resources": expansion.scale.resources.model_dump(mode="json"),
+        "code": expansion.snapshot.hash,
+        "runs": [
+            {
+                "run": run.name,
+                "kind": run.kind,
+                "system": run.system,
+                "seed": run.seed,
+                "identity": run.identity,
+                "folder": str(expansion.folder / run.name),
+                "needs": list(run.needs),
+            }
+            for run in runs
+        ],
+        "obstacles": obstacles,
+    }
+
+
+def dry_run(
+    console: Console, expansion: Expansion, runs: Sequence[Run], obstacles: list[str]
+) -> None:
+    """Protocol, the arms' differences, endpoints and every run; nothing is written."""
+    experiment, scale = expansion.experiment, expansion.scale
+    console.rule(f"{experiment.name} / {scale.name}", align="left")
+    console.print(Text(experiment.question.strip(), style="italic"))
+    console.print("\n[bold]Protocol[/], the same for every arm")
+    protocol = protocol_of(expansion.runs[0].config)
+    text = yaml.safe_dump(protocol, sort_keys=False, default_flow_style=None, width=100)
+    plain = not console.is_terminal
+    console.print(
+        Padding(
+            text.rstrip() if plain else Syntax(text.rstrip(), "yaml", background_color="default"),
+            (0, 2),
+        ),
+        highlight=False,
+    )
+    console.print("\n[bold]The arms differ in[/] trainer:")
+    names = [arm.name for arm in experiment.arms]
+    shown = Table(box=None, padding=(0, 2))
+    shown.add_column("")
+    for arm in experiment.arms:
+        shown.add_column(f"{arm.name} ({arm.role})", overflow="fold")
+    for key, row in arms_difference(scale).items():
+        shown.add_row(key, *("-" if row[name] is None else str(row[name]) for name in names))
+    console.print(shown)
+    console.print("\n[bold]Endpoints[/]")
+    for endpoint in experiment.endpoints:
+        ratio = endpoint.scale == "ratio"
+        margin = f"{endpoint.margin:.0%}" if ratio else f"{endpoint.margin} {endpoint.unit}"
+        console.print(
+            f"  [bold]{endpoint.name}[/]{' (primary)' if endpoint.primary else ''}: {endpoint.field}, {endpoint.summary}; "
+            f"{endpoint.direction} is better, margin {margin}",
+            highlight=False,
+        )
+        console.print(Padding(Text(endpoint.margin_reason.strip(), style="dim"), (0, 4)))
+    resources = scale.resources
+    devices = (
+        f" x {resources.devices_per_node} {resources.device}" if resources.devices_per_node else ""
+    )
+    console.print(
+        f"\n[bold]Runs[/], in the order they start; each on {resources.nodes} node{'s' * (resources.nodes > 1)}{devices}, "
+        f"{resources.cpus_per_node} cores, at most {resources.time_limit}"
+    )
+    shown = Table(box=None, padding=(0, 2))
+    for column in ("", "run", "identity", "waits for"):
+        shown.add_column(column, no_wrap=column == "run", overflow="fold")
+    for number, run in enumerate(runs, start=1):
+        needs = ", ".join(name.rpartition("-")[0] for name in run.needs) or "-"
+        shown.add_row(str(number), run.name, run.identity[:16], needs)
+    console.print(shown)
+    console.print(f"\nFolder {expansion.folder}/, code {expansion.snapshot.hash[:16]}.")
+    for obstacle in obstacles:
+        console.print(f"[red]Would be refused here:[/] {obstacle}", highlight=False)
+    console.print("Dry run: nothing was started and nothing was written.")
+
+
+def submitted(
+    console: Console, expansion: Expansion, start: list[str], leave: list[tuple[str, str]]
+) -> None:
+    """What this submit starts and what it leaves alone."""
+    where = f"{expansion.experiment.name}/{expansion.scale.name}"
+    done = sum(why == "DONE" for _, why in leave)
+    counts = [f"{len(start)} to run", f"{done} done before"]
+    console.print(f"[bold]{where}[/]: {', '.join(counts)}, in {expansion.folder}/")
+    for name, why in leave:
+        if why != "DONE":
+            console.print(f"  {name} is left alone: {why}", highlight=False)
+
+
+def ended(console: Console, expansion: Expansion, statuses: list[RunStatus]) -> None:
+    """The table at the end, and the reasons of what is not done."""
+    done = sum(status.state == "DONE" for status in statuses)
+    where = f"{expansion.experiment.name}/{expansion.scale.name}"
+    console.print(table(statuses, f"{where}: {done} of {len(statuses)} runs done"))
+
+
+@contextmanager
+def board(console: Console, folder: Path) -> Iterator[Callable[[], None]]:
+    """Live progress; yields the function that draws it. Plain lines where the output is not a terminal."""
+    if not console.is_terminal:
+        yield _PlainLines(console, folder)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda: live.update(_picture(folder), refresh=True)
+
+
+def follow(folder: Path, draw: Callable[[], None]) -> None:
+    """Draw until the queue of ``folder`` ends."""
+    while is_held(queue_lock(folder)):
+        draw()
+        time.sleep(DRAW_S)
+
+
+def time_left_s(statuses: Sequence[RunStatus]) -> float | None:
+    """Seconds until all is done, one run after the other: what each running one has left, and for each that waits the
+    mean of the runs of its kind. None before one of the kind can be judged."""
+    total = 0.0
+    for status in statuses:
+        if status.state == "RUNNING" and status.left_s is not None:
+            total += status.left_s
+        elif status.state in ("WAITING", "RUNNING"):
+            expected = _expected_s(status, statuses)
+            if expected is None:
+                return None
+            spent = status.elapsed_s or 0.0 if status.state == "RUNNING" else 0.0
+            total += max(0.0, expected - spent)
+    return total
+
+
+def _expected_s(status: RunStatus, statuses: Sequence[RunStatus]) -> float | None:
+    alike = [s for s in statuses if s.kind == status.kind]
+    took = [s.elapsed_s for s in alike if s.state == "DONE" and s.elapsed_s]
+    took = took or [s.elapsed_s + s.left_s for s in alike if s.elapsed_s and s.left_s is not None]
+    return sum(took) / len(took) if took else None
+
+
+def _picture(folder: Path) -> Group:
+    statuses = read_statuses(folder)
+    left = time_left_s(statuses)
+    done = sum(status.state == "DONE" for status in statuses)
+    lines: list[Any] = [
+        Text(
+            f"{done} of {len(statuses)} runs done, "
+            + ("time left not known yet" if left is None else f"about {duration(left)} left"),
+            style="bold",
+        )
+    ]
+    shown = Table.grid(padding=(0, 2))
+    for status in statuses:
+        if status.state == "DONE":
+            reward = "" if status.reward_mean is None else f"reward {status.reward_mean:.3f}"
+            shown.add_row("[green]done[/]", status.run, "", reward, duration(status.elapsed_s))
+        elif status.state == "RUNNING":
+            bar = ProgressBar(
+                total=status.steps or 1, completed=status.step or 0, width=24, pulse=not status.step
+            )
+            shown.add_row(
+                "[cyan]now[/]", status.run, bar, _numbers(status), f"{duration(status.left_s)} left"
+            )
+        elif status.state == "WAITING":
+            shown.add_row("[dim]waits[/]", f"[dim]{status.run}[/]", "", "", "")
+        else:
+            shown.add_row(
+                f"[red]{status.state.lower()}[/]", status.run, "", Text(status.why[:60]), ""
+            )
+    return Group(*lines, shown)
+
+
+def _numbers(status: RunStatus) -> str:
+    parts = [status.phase or ""]
+    if status.steps:
+        parts.append(f"step {status.step}/{status.steps}")
+    if status.reward_mean is not None:
+        parts.append(f"reward {status.reward_mean:.3f}")
+    return "  ".join(parts)
+
+
+class _PlainLines:
+    """A line when a run starts or ends, and one every PLAIN_EVERY_S seconds of each that works."""
+
+    def __init__(self, console: Console, folder: Path) -> None:
+        self.console, self.folder = console, folder
+        self.states: dict[str, str] = {}
+        self.said_at = 0.0
+
+    def __call__(self) -> None:
+        statuses = read_statuses(self.folder)
+        done = sum(status.state == "DONE" for status in statuses)
+        due = time.monotonic() - self.said_at >= PLAIN_EVERY_S
+        for status in statuses:
+            changed = self.states.get(status.run) != status.state
+            working = status.state == "RUNNING"
+            first = status.run not in self.states and not working
+            if (changed and not first) or (working and due):
+                self._say(status, statuses, done)
+                if working:
+                    self.said_at = time.monotonic()
+            self.states[status.run] = status.state
+
+    def _say(self, status: RunStatus, statuses: Sequence[RunStatus], done: int) -> None:
+        parts = [f"[{done}/{len(statuses)}]", status.run, status.state.lower()]
+        if status.state == "RUNNING":
+            left = time_left_s(statuses)
+            parts += [_numbers(status), f"{duration(status.left_s)} left"]
+            parts += [] if left is None else [f"(all: {duration(left)})"]
+        elif status.state == "DONE":
+            parts.append(f"in {duration(status.elapsed_s)}")
+        elif status.why:
+            parts.append(status.why)
+        self.console.print("  ".join(parts), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,340 @@
+"""What an experiment file may say: one protocol, the systems that share it, seeds, endpoints, scales.
+
+The shape carries the honesty. ``protocol`` is everything that all arms share, so an arm cannot override it; a system may set
+its trainer and nothing else; an endpoint without a margin and a reason for it is refused; every scale is resolved when
+the file is read, so that a mistake in the cluster's section shows on the laptop.
+
+    experiment = load("experiments/moe_vl.yaml")
+    experiment.scales["tiny"].config("molt", seed=0)     # a molt_core.config.RunConfig
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from analysis.plan import Arm, Endpoint, ExclusionRules, LostRunRule, ValidityBounds
+from harness import source
+from harness.problems import Finding, Problem, SpecError, section, translate
+from harness.source import Document, KeyPath
+from molt_core.config import RunConfig, Strict
+
+NAME = re.compile(r"^[a-z][a-z0-9_]*$")
+RESERVED = ("warmup", "conformance", "report")
+"""Names of folders beside the runs, which no system may take."""
+
+
+class System(Strict):
+    """An arm. The allow-list of what may differ between arms is this model."""
+
+    role: Literal["baseline", "candidate"]
+    trainer: dict[str, Any] = Field(description="the fields of molt_core.config.TrainerConfig")
+
+
+class SystemPatch(Strict):
+    """What a scale changes in an arm."""
+
+    trainer: dict[str, Any]
+
+
+class Resources(Strict):
+    """What one run asks of a machine or a cluster."""
+
+    nodes: int = Field(1, gt=0)
+    device: Literal["cpu", "cuda"] = "cpu"
+    devices_per_node: int = Field(0, ge=0, description="accelerators of a node")
+    cpus_per_node: int = Field(2, gt=0, description="CPU cores of a node that a run keeps busy")
+    time_limit: str = Field("01:00:00", description="HH:MM:SS, of one attempt")
+    hang_after_s: float = Field(
+        600, gt=0, description="an attempt without progress for so long is ended, reason HANG"
+    )
+
+    @field_validator("time_limit")
+    @classmethod
+    def _is_a_time(cls, value: str) -> str:
+        if not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", value):
+            raise ValueError(f"{value!r} is not a time; write HH:MM:SS, for example 12:00:00")
+        return value
+
+    @property
+    def time_limit_s(self) -> int:
+        hours, minutes, seconds = map(int, self.time_limit.split(":"))
+        return 3600 * hours + 60 * minutes + seconds
+
+
+class Rules(Strict):
+    """How the analysis will judge, fixed before the first run; the defaults are the plan's own."""
+
+    alpha: float = Field(0.05, gt=0, lt=0.5)
+    pairing_unit: str | None = None
+    exclusion: ExclusionRules = ExclusionRules()
+    lost_run_rule: LostRunRule = LostRunRule()
+    validity: ValidityBounds = ValidityBounds()
+
+
+class ScalePatch(Strict):
+    """The same experiment on another machine: sections merge into the protocol, values replace."""
+
+    default_without_slurm: bool = False
+    protocol: dict[str, Any] = Field(default_factory=dict)
+    systems: dict[str, SystemPatch] = Field(default_factory=dict)
+    seeds: tuple[int, ...] | None = None
+    resources: Resources = Resources()
+    rules: dict[str, Any] = Field(default_factory=dict)
+
+
+class ExperimentFile(Strict):
+    """The top level of an experiment file."""
+
+    name: str = Field(description="also the name of its folder under runs/")
+    question: str = Field(min_length=1, description="the one question it answers")
+    protocol: dict[str, Any] = Field(description="what every arm shares")
+    systems: dict[str, System] = Field(description="the arms, one of them with role: baseline")
+    seeds: tuple[int, ...] = Field(min_length=1)
+    endpoints: tuple[Endpoint, ...] = Field(description="what is measured, with its margin")
+    rules: dict[str, Any] = Field(default_factory=dict)
+    scales: dict[str, ScalePatch] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One scale, resolved: nothing is left to merge."""
+
+    name: str
+    configs: dict[str, RunConfig]
+    seeds: tuple[int, ...]
+    resources: Resources
+    rules: Rules
+
+    def config(self, system: str, seed: int) -> RunConfig:
+        return self.configs[system].model_copy(update={"seed": seed})
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked experiment. ``scales`` are all resolved."""
+
+    path: Path
+    name: str
+    question: str
+    arms: tuple[Arm, ...]
+    endpoints: tuple[Endpoint, ...]
+    scales: dict[str, Scale]
+    default_scale: str | None
+    document: Document
+
+    @property
+    def baseline(self) -> str:
+        return next(arm.name for arm in self.arms if arm.role == "baseline")
+
+
+def load(path: str | Path) -> Experiment:
+    """Read, check and resolve an experiment file. Raises SpecError that lists every problem with its line and fix."""
+    document = source.read(path)
+    try:
+        file = ExperimentFile.model_validate(document.data)
+    except ValidationError as error:
+        found = [_in_file(finding) for finding in translate(error, ExperimentFile)]
+        raise SpecError(path, [_problem(document, f, f.location) for f in found]) from error
+    problems = list(_contradictions(document, file))
+    scales: dict[str, Scale] = {}
+    for name in file.scales:
+        resolved, faults = _resolve(document, file, name)
+        problems += faults
+        if resolved is not None:
+            scales[name] = resolved
+    if problems:
+        raise SpecError(path, problems)
+    arms = tuple(Arm(name=name, role=system.role) for name, system in file.systems.items())
+    defaults = [name for name, scale in file.scales.items() if scale.default_without_slurm]
+    return Experiment(
+        Path(path),
+        file.name,
+        file.question,
+        arms,
+        file.endpoints,
+        scales,
+        defaults[0] if defaults else None,
+        document,
+    )
+
+
+def merge(base: dict[str, Any], patch: dict[str, Any], model: type[Strict]) -> dict[str, Any]:
+    """``patch`` over ``base``: sections of ``model`` merge key by key, every other value is replaced whole.
+
+    So a scale changes ``optimizer.lr`` and keeps the other optimiser fields, while a free mapping such as
+    ``task.variant`` or a section set to null is what the patch says and nothing else.
+    """
+    merged = dict(base)
+    for key, value in patch.items():
+        field = model.model_fields.get(key)
+        inner = section(field.annotation) if field is not None else None
+        before = base.get(key)
+        if inner is not None and isinstance(before, dict) and isinstance(value, dict):
+            merged[key] = merge(before, value, inner)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _resolve(
+    document: Document, file: ExperimentFile, name: str
+) -> tuple[Scale | None, list[Problem]]:
+    """One scale with its problems; the place of a problem is the scale's own key where it has it, else the base's."""
+    patch, problems, configs = file.scales[name], [], {}
+    protocol = merge(file.protocol, patch.protocol, RunConfig)
+    for system, arm in file.systems.items():
+        changes = patch.systems[system].trainer if system in patch.systems else {}
+        trainer = merge(arm.trainer, changes, RunConfig.model_fields["trainer"].annotation)
+        seed = 0
+        try:
+            configs[system] = RunConfig.model_validate(
+                {
+                    **{key: protocol[key] for key in protocol if key not in ("trainer", "seed")},
+                    "trainer": trainer,
+                    "seed": seed,
+                }
+            )
+        except ValidationError as error:
+            for finding in translate(error, RunConfig):
+                inside = finding.location
+                if inside[:1] == ("trainer",):
+                    inside = ("systems", system, *inside)
+                else:
+                    inside = ("protocol", *inside)
+                problems.append(_problem(document, finding, ("scales", name, *inside), inside))
+    try:
+        rules = Rules.model_validate(merge(file.rules, patch.rules, Rules))
+    except ValidationError as error:
+        for finding in translate(error, Rules):
+            inside = ("rules", *finding.location)
+            problems.append(_problem(document, finding, ("scales", name, *inside), inside))
+    if problems:
+        return None, problems
+    problems = list(_unfit(document, name, patch.resources, configs))
+    seeds = patch.seeds if patch.seeds is not None else file.seeds
+    return Scale(name, configs, seeds, patch.resources, rules), problems
+
+
+def _contradictions(document: Document, file: ExperimentFile):
+    """What each key allows by itself and the whole does not."""
+
+    def problem(key: KeyPath, what: str, fix: str) -> Problem:
+        return Problem(document.line(key), _dotted(key), what, fix)
+
+    for kind, names in (("systems", file.systems), ("scales", file.scales)):
+        for name in names:
+            if not NAME.match(name) or name in RESERVED:
+                yield problem(
+                    (kind, name),
+                    "is not a usable name",
+                    f"Use a-z, 0-9 and _, and none of {', '.join(RESERVED)}",
+                )
+    if not NAME.match(file.name):
+        yield problem(("name",), f"{file.name!r} is not a usable name", "Use a-z, 0-9 and _")
+    baselines = [name for name, system in file.systems.items() if system.role == "baseline"]
+    if len(baselines) != 1:
+        yield problem(
+            ("systems",),
+            f"has {len(baselines) or 'no'} systems with role: baseline",
+            "Exactly one arm is the baseline that the others are compared with",
+        )
+    if len(file.systems) < 2:
+        yield problem(("systems",), "has nothing to compare", "Add an arm with role: candidate")
+    primaries = [endpoint.name for endpoint in file.endpoints if endpoint.primary]
+    if not 1 <= len(primaries) <= 2:
+        yield problem(
+            ("endpoints",),
+            f"has {len(primaries) or 'no'} primary endpoints",
+            "Mark one or two with primary: true; the others are exploratory",
+        )
+    for position, endpoint in enumerate(file.endpoints):
+        if endpoint.name in [other.name for other in file.endpoints[:position]]:
+            yield problem(
+                ("endpoints", position), f"{endpoint.name!r} is given twice", "Rename one"
+            )
+    seed_lists = {("seeds",): file.seeds} | {
+        ("scales", name, "seeds"): scale.seeds
+        for name, scale in file.scales.items()
+        if scale.seeds is not None
+    }
+    for key, seeds in seed_lists.items():
+        repeated = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+        if repeated or not seeds:
+            what = f"repeats {', '.join(map(str, repeated))}" if repeated else "is empty"
+            yield problem(key, what, "Each seed is one replicate; give different ones")
+        if any(seed < 0 for seed in seeds):
+            yield problem(key, "has a negative seed", "Seeds are 0 or more")
+    for key, sections in [(("protocol",), file.protocol)] + [
+        (("scales", name, "protocol"), scale.protocol) for name, scale in file.scales.items()
+    ]:
+        if "trainer" in sections:
+            yield problem(
+                (*key, "trainer"), "is an arm's choice", "Move it to systems.<name>.trainer"
+            )
+        if "seed" in sections:
+            yield problem((*key, "seed"), "is not protocol", "List seeds under `seeds:`")
+    for name, scale in file.scales.items():
+        for system in scale.systems:
+            if system not in file.systems:
+                yield problem(
+                    ("scales", name, "systems", system),
+                    "is no system of this experiment",
+                    f"Systems: {', '.join(file.systems)}",
+                )
+    defaults = [name for name, scale in file.scales.items() if scale.default_without_slurm]
+    if len(defaults) > 1:
+        yield problem(
+            ("scales", defaults[1], "default_without_slurm"),
+            f"is true for {' and '.join(defaults)}",
+            "One scale is the default where there is no Slurm",
+        )
+
+
+def _unfit(document: Document, scale: str, resources: Resources, configs: dict[str, RunConfig]):
+    """Layouts that ask for more accelerators than the scale has, and a built-in model without weights."""
+    there = resources.nodes * resources.devices_per_node
+    for system, config in configs.items():
+        trainer, engine = config.trainer, config.engine
+        needs = trainer.world_size * (trainer.device == "cuda")
+        needs += engine.count * engine.tensor_parallel * (engine.device == "cuda")
+        if needs > there:
+            yield Problem(
+                document.line(("scales", scale, "resources")),
+                f"scales.{scale}.resources",
+                f"gives {there} accelerators and {system} needs {needs} (trainer ranks + engines)",
+                "Raise nodes or devices_per_node, or shrink trainer.world_size or engine.count",
+            )
+    config = next(iter(configs.values()))
+    if config.model.builtin is not None and config.warmup is None:
+        yield Problem(
+            document.line(("scales", scale, "protocol", "warmup"), ("protocol", "model")),
+            "protocol.warmup",
+            "is missing, and a built-in model has no weights to start from",
+            "Add a warmup section, or give model.path",
+        )
+
+
+def _in_file(finding: Finding) -> Finding:
+    """A key that an arm may not set is more than unknown: say where it belongs."""
+    place = finding.location
+    arm = place[:1] == ("systems",) or (place[:1] == ("scales",) and place[2:3] == ("systems",))
+    if arm and place[-1] in RunConfig.model_fields and place[-1] not in ("trainer",):
+        return Finding(
+            place,
+            "may not differ between arms",
+            f"`{place[-1]}` belongs to protocol, which every system shares; a system sets its trainer only",
+        )
+    return finding
+
+
+def _problem(document: Document, finding: Finding, *places: KeyPath) -> Problem:
+    return Problem(document.line(*places), _dotted(places[-1]), finding.what, finding.fix)
+
+
+def _dotted(place: KeyPath) -> str:
+    return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in place).lstrip(".")

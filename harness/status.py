@@ -1,0 +1,194 @@
+"""What every run is doing:  python -m harness.status [EXPERIMENT] [--scale S] [--runs DIR] [--json]
+
+Read from the run folders alone, and reading changes nothing. A run is RUNNING while a job holds its lock, DONE when done.json
+exists, WAITING while a queue will start it; every other word is how its last attempt ended (``harness/outcome.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harness.run_folder import (
+    RunFolder,
+    is_held,
+    read_json,
+    run_folders,
+    scale_folders,
+    tail_records,
+)
+
+RATE_WINDOW = 20
+"""Steps over which the time left is estimated."""
+STYLES = {"DONE": "green", "RUNNING": "cyan", "WAITING": "dim", "PLANNED": "dim"}
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run at one moment. Seconds are wall clock; None where a value does not exist (yet)."""
+
+    run: str
+    kind: str
+    system: str
+    seed: int
+    state: str
+    phase: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    reward_mean: float | None = None
+    elapsed_s: float | None = None
+    left_s: float | None = None
+    attempt: int = 0
+    why: str = ""
+
+
+def queue_lock(scale_folder: Path) -> Path:
+    return scale_folder / "queue.lock"
+
+
+def read_status(folder: RunFolder, waiting: bool = False) -> RunStatus:
+    """The status of one run; ``waiting``: a queue that is alive means to start it."""
+    run = folder.run
+    attempts = folder.attempts
+    beat = folder.heartbeat or {}
+    about = dict(run=folder.name, kind=run["kind"], system=run["system"], seed=run["seed"])
+    if run["kind"] == "train":
+        about["steps"] = run["config"]["loop"]["steps"]
+    if attempts:
+        about["attempt"] = int(attempts[-1].name)
+    done = folder.done
+    if done is not None:
+        end = folder.end or {}
+        summary = done.get("summary", {})
+        return RunStatus(
+            **about,
+            state="DONE",
+            step=about.get("steps"),
+            reward_mean=summary.get("reward_mean_last10"),
+            elapsed_s=end.get("duration_s"),
+        )
+    if folder.is_working():
+        start = read_json(attempts[-1] / "start.json") if attempts else None
+        current = start is not None and beat.get("time_unix", 0) >= start["time"]
+        return RunStatus(
+            **about,
+            state="RUNNING",
+            phase=beat["phase"] if current else "starting",
+            step=beat["step"] if current else 0,
+            reward_mean=beat.get("reward_mean") if current else None,
+            elapsed_s=time.time() - start["time"] if start else None,
+            left_s=_left_s(folder, about, beat) if current else None,
+        )
+    if waiting:
+        return RunStatus(**about, state="WAITING")
+    if not attempts:
+        return RunStatus(**about, state="PLANNED")
+    end = folder.end
+    if end is None:
+        state, why = "KILLED", "its job was killed without a word"
+    else:
+        state = end["state"]
+        why = end["reason"].removeprefix(f"{state}: ").removeprefix(state)
+    return RunStatus(
+        **about,
+        state=state,
+        phase=beat.get("phase"),
+        step=beat.get("step"),
+        reward_mean=beat.get("reward_mean"),
+        elapsed_s=end["duration_s"] if end else None,
+        why=why,
+    )
+
+
+def read_statuses(scale_folder: Path) -> list[RunStatus]:
+    """All runs of an experiment and scale, in the order of the last submit, older ones after."""
+    queue = read_json(scale_folder / "queue.json") or {"order": [], "work": {}}
+    alive = is_held(queue_lock(scale_folder))
+    position = {name: number for number, name in enumerate(queue["order"])}
+    folders = sorted(
+        run_folders(scale_folder), key=lambda f: (position.get(f.name, len(position)), f.name)
+    )
+    return [read_status(f, alive and is_asked_for(f, queue["work"])) for f in folders]
+
+
+def is_asked_for(folder: RunFolder, work: dict[str, int]) -> bool:
+    """True where the queue still has to start this run: as many attempts as when it was asked for, and not done."""
+    return folder.name in work and len(folder.attempts) <= work[folder.name] and folder.done is None
+
+
+def _left_s(folder: RunFolder, about: dict, beat: dict) -> float | None:
+    if "steps" not in about:
+        return None
+    recent = tail_records(folder.metrics, RATE_WINDOW)
+    times = [
+        record["wall_s"]
+        for record in recent
+        if "wall_s" in record and record.get("attempt") == about.get("attempt")
+    ]
+    return (about["steps"] - beat["step"]) * sum(times) / len(times) if times else None
+
+
+def duration(seconds: float | None) -> str:
+    """7 s, 1:05, 2:03:00; a dash where there is none."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def table(statuses: list[RunStatus], title: str) -> Table:
+    """For a terminal."""
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
+    for column in ("run", "state", "phase", "step", "reward", "took", "left", "attempt", "why"):
+        right = column in ("step", "reward", "took", "left", "attempt")
+        shown.add_column(column, justify="right" if right else "left", no_wrap=column != "why")
+    for status in statuses:
+        step = "-" if status.step is None else str(status.step)
+        shown.add_row(
+            status.run,
+            f"[{STYLES.get(status.state, 'red')}]{status.state}[/]",
+            status.phase or "-",
+            f"{step}/{status.steps}" if status.steps else "-",
+            "-" if status.reward_mean is None else f"{status.reward_mean:.3f}",
+            duration(status.elapsed_s),
+            duration(status.left_s),
+            str(status.attempt or "-"),
+            status.why,
+        )
+    return shown
+
+
+def main(
+    experiment: Annotated[str | None, typer.Argument(help="name; all where left out")] = None,
+    scale: Annotated[str | None, typer.Option(help="only this scale")] = None,
+    runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Show the state of every run, and why a run is not done."""
+    console = Console()
+    try:
+        folders = scale_folders(runs, experiment, scale)
+    except FileNotFoundError as error:
+        console.print(str(error), style="red")
+        raise typer.Exit(2) from error
+    found = {f"{f.parent.name}/{f.name}": read_statuses(f) for f in folders}
+    if as_json:
+        print(json.dumps({name: [asdict(s) for s in all_] for name, all_ in found.items()}))
+        return
+    for name, statuses in found.items():
+        done = sum(status.state == "DONE" for status in statuses)
+        console.print(table(statuses, f"{name}: {done} of {len(statuses)} done"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,158 @@
+"""Plan, check and start an experiment:  python -m harness.submit experiments/moe_vl.yaml [--wait] [--dry-run]
+
+Idempotent: what is done is not run again, what was interrupted goes on in its folder, what is new is started. On Slurm (where
+``sbatch`` is found) the runs become job arrays; elsewhere one queue works them on this machine, in the foreground with --wait.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from analysis.plan import PlanError, freeze
+from harness import preflight, show
+from harness.expand import Expansion, Run, expand
+from harness.outcome import GOES_ON, WHEN_ASKED
+from harness.prepare import prepare
+from harness.problems import SpecError
+from harness.queue import Queue, ask, start_detached
+from harness.run_folder import Busy, RunFolder, describe_holder, is_held
+from harness.spec import load
+from harness.status import queue_lock, read_status, read_statuses
+
+EXIT_REFUSED, EXIT_LOST, EXIT_INTERRUPTED = 2, 1, 130
+
+
+def choose_scale(experiment: Any, asked: str | None, cluster: bool) -> str:
+    """The scale asked for; else the one declared for machines without Slurm; else the only one. Raises ValueError."""
+    scales = list(experiment.scales)
+    if asked is not None:
+        if asked not in scales:
+            raise ValueError(f"--scale {asked}: {experiment.path} has {', '.join(scales)}")
+        return asked
+    if len(scales) == 1:
+        return scales[0]
+    if not cluster and experiment.default_scale is not None:
+        return experiment.default_scale
+    raise ValueError(f"give --scale: {experiment.path} has {', '.join(scales)}")
+
+
+def sort_out(
+    folder: Path, runs: Sequence[Run], retry: bool
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """(names to start, [(name, why not)]) from what the folders say."""
+    start, leave = [], []
+    for run in runs:
+        path = RunFolder(folder / run.name)
+        if not (path.path / "run.json").exists():
+            start.append(run.name)
+            continue
+        status = read_status(path)
+        if status.state in ("PLANNED", *GOES_ON) or (retry and status.state in WHEN_ASKED):
+            start.append(run.name)
+        elif status.state in WHEN_ASKED:
+            leave.append((run.name, f"{status.state}: {status.why} (--retry tries it again)"))
+        else:
+            leave.append((run.name, f"{status.state}{f': {status.why}' if status.why else ''}"))
+    return start, leave
+
+
+def submit(
+    expansion: Expansion, runs: Sequence[Run], *, retry: bool = False
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Freeze the plan, write the folders, ask the queue. Returns what ``sort_out`` does."""
+    freeze(expansion.plan(), expansion.folder / "plan.json")
+    start, leave = sort_out(expansion.folder, runs, retry)
+    for run in runs:
+        prepare(expansion, run)
+    ask(expansion.folder, [run.name for run in expansion.runs], start)
+    return start, leave
+
+
+def main(
+    file: Annotated[Path, typer.Argument(help="the experiment, a YAML file")],
+    scale: Annotated[str | None, typer.Option(help="which of its scales")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="stay, show progress, end with the runs")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show everything, start and write nothing")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help="runs whose name contains this, and what they need")
+    ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="also runs that failed or ran out of time")
+    ] = False,
+    runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow store; default: mlflow.db beside the runs")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Run an experiment: every system with every seed, each once."""
+    console = Console(stderr=as_json)
+    cluster = shutil.which("sbatch") is not None
+    try:
+        experiment = load(file)
+        name = choose_scale(experiment, scale, cluster)
+        expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run)
+        chosen = expansion.select(only)
+    except (SpecError, ValidationError, ValueError, PlanError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(EXIT_REFUSED) from error
+    obstacles = preflight.problems(expansion, cluster=cluster)
+    if dry_run:
+        show.dry_run(console, expansion, chosen, obstacles)
+        if as_json:
+            print(json.dumps(show.as_data(expansion, chosen, obstacles)))
+        return
+    if obstacles:
+        for obstacle in obstacles:
+            console.print(f"- {obstacle}", style="red", markup=False, highlight=False)
+        console.print("Nothing was started.")
+        raise typer.Exit(EXIT_REFUSED)
+    start, leave = submit(expansion, chosen, retry=retry)
+    show.submitted(console, expansion, start, leave)
+    if as_json:
+        print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))
+    code = _run_here(console, expansion, start, wait)
+    raise typer.Exit(code)
+
+
+def _run_here(console: Console, expansion: Expansion, start: list[str], wait: bool) -> int:
+    """The queue of this machine, in the foreground or detached. Returns the exit code."""
+    folder = expansion.folder
+    if start and is_held(queue_lock(folder)):
+        console.print(
+            f"A queue works here already ({describe_holder(queue_lock(folder))}) and takes them on."
+        )
+    elif start and not wait:
+        pid = start_detached(folder)
+        console.print(f"A queue works them in the background (process {pid}).")
+    if start and wait:
+        queue = Queue(folder)
+        with show.board(console, folder) as draw:
+            try:
+                queue.work(draw)
+            except Busy:
+                console.print("Following the queue that works here; Ctrl-C ends the watching only.")
+                show.follow(folder, draw)
+        if queue.stopping.is_set():
+            console.print("Stopped. Nothing is lost: the same command goes on from here.")
+            return EXIT_INTERRUPTED
+    statuses = read_statuses(folder)
+    show.ended(console, expansion, statuses)
+    wanted = {run.name for run in expansion.runs}
+    return EXIT_LOST if wait and any(s.state != "DONE" for s in statuses if s.run in wanted) else 0
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,265 @@
+"""A job ends in one word, leaves no process, and writes done.json for success alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from harness.outcome import Unfinished, product, summarise
+from harness.run_folder import Busy, hold, is_held, read_json, write_json
+
+DAEMON = """
+import subprocess
+# a grandchild that leaves its session and its parent, as daemons do
+subprocess.Popen([sys.executable, "-c",
+    "import os, time\\nif os.fork() == 0:\\n    os.setsid()\\n    if os.fork() == 0:\\n"
+    "        open(os.environ['MARKER'], 'w').write(str(os.getpid()))\\n        time.sleep(600)"
+]).wait()
+while not os.path.exists(os.environ["MARKER"]) or not open(os.environ["MARKER"]).read():
+    time.sleep(0.01)
+"""
+FOREVER = "beat('training', 1)\nwhile True: time.sleep(0.05)\n"
+
+
+def work(command) -> int:
+    return subprocess.run(command, capture_output=True, timeout=60).returncode
+
+
+def until(condition, seconds: float = 20.0):
+    """Wait for ``condition()``; fails the test where it never comes true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.02)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_success_is_done_json_with_the_hash_of_the_metrics(make_run, job_command):
+    folder = make_run(steps=12)
+    assert work(job_command(folder)) == 0
+    assert folder.done["metrics_sha256"] == hashlib.sha256(folder.metrics.read_bytes()).hexdigest()
+    assert folder.done["summary"]["reward_mean_last10"] == pytest.approx(sum(range(3, 13)) / 120)
+    assert folder.end["state"] == "DONE"
+
+
+def test_exit_code_zero_without_the_last_step_is_a_failure(make_run, job_command):
+    folder = make_run(body="record(1); record(2)", steps=3)
+    assert work(job_command(folder)) == 1
+    assert folder.done is None
+    assert "ends at step 2" in folder.end["reason"]
+
+
+def test_the_last_step_of_an_earlier_attempt_does_not_count(make_run, job_command):
+    folder = make_run(body="sys.exit(0)", steps=3)
+    folder.metrics.write_text('{"step": 3, "attempt": 7}\n')
+    work(job_command(folder))
+    assert folder.done is None
+
+
+def test_a_failure_keeps_exit_code_and_the_error(make_run, job_command):
+    folder = make_run(body="raise ValueError('no such layout')")
+    assert work(job_command(folder)) == 1
+    assert folder.end["reason"] == "FAILED: exit code 1: ValueError: no such layout"
+
+
+def test_the_runs_own_judgement_keeps_its_name(make_run, job_command):
+    folder = make_run(
+        body="(run / 'attempts' / f'{attempt:02d}' / 'reason.json').write_text("
+        "json.dumps({'reason': 'DIVERGED', 'detail': 'step 7: loss nan'})); sys.exit(3)"
+    )
+    work(job_command(folder))
+    assert folder.end["reason"] == "DIVERGED: step 7: loss nan"
+
+
+def test_exit_code_two_is_a_bad_configuration(make_run, job_command):
+    folder = make_run(body="print('config.yaml: lr: must be positive'); sys.exit(2)")
+    work(job_command(folder))
+    assert folder.end["reason"] == "CONFIG: exit code 2: config.yaml: lr: must be positive"
+
+
+def test_no_progress_is_a_hang_and_its_stacks_are_in_the_log(make_run, job_command):
+    folder = make_run(body="def stuck():\n    time.sleep(600)\nstuck()\n", hang_after_s=1.0)
+    work(job_command(folder))
+    assert folder.end["state"] == "HANG"
+    assert "in stuck" in (folder.attempts[-1] / "output.log").read_text()
+
+
+def test_a_beating_heart_is_no_hang(make_run, job_command):
+    body = "for step in range(1, steps + 1):\n    record(step); beat('training', step); time.sleep(0.8)\n"
+    folder = make_run(body=body, steps=4, hang_after_s=2.0)
+    assert work(job_command(folder)) == 0
+
+
+def test_over_the_time_limit_is_a_timeout(make_run, job_command):
+    folder = make_run(body=FOREVER, time_limit_s=1)
+    work(job_command(folder))
+    assert folder.end["state"] == "TIMEOUT"
+
+
+@pytest.mark.parametrize("ending", ["record(steps)", "sys.exit(1)", FOREVER])
+def test_no_process_outlives_its_job(make_run, job_command, tmp_path, monkeypatch, ending):
+    marker = tmp_path / "daemon.pid"
+    monkeypatch.setenv("MARKER", str(marker))
+    folder = make_run(body=DAEMON + ending, time_limit_s=2)
+    work(job_command(folder))
+    assert not is_alive(int(marker.read_text()))
+    assert folder.end["ended_with_it"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_and_is_recorded(
+    make_run, job_command, tmp_path, monkeypatch, number
+):
+    marker = tmp_path / "daemon.pid"
+    monkeypatch.setenv("MARKER", str(marker))
+    folder = make_run(body=DAEMON + FOREVER)
+    job = subprocess.Popen(job_command(folder))
+    until(lambda: (folder.heartbeat or {}).get("step") == 1)
+    job.send_signal(number)
+    assert job.wait(30) == 1
+    assert folder.end["reason"] == f"KILLED: the job was told to end ({number.name})"
+    assert not is_alive(int(marker.read_text()))
+
+
+def test_a_job_killed_outright_takes_its_command_with_it_and_the_next_one_its_daemons(
+    make_run, job_command, tmp_path, monkeypatch
+):
+    marker = tmp_path / "daemon.pid"
+    monkeypatch.setenv("MARKER", str(marker))
+    body = f"if attempt == 1:\n    {DAEMON.strip().replace(chr(10), chr(10) + '    ')}\n"
+    body += "    (run / 'pid').write_text(str(os.getpid()))\n    time.sleep(600)\nrecord(steps)\n"
+    folder = make_run(body=body)
+    job = subprocess.Popen(job_command(folder))
+    command = int(
+        until(lambda: (folder.path / "pid").exists() and (folder.path / "pid").read_text())
+    )
+    job.kill()
+    job.wait()
+    until(lambda: not is_alive(command))
+    assert not folder.is_working()
+    assert folder.end is None
+    assert work(job_command(folder)) == 0
+    assert not is_alive(int(marker.read_text()))
+    assert folder.done["attempt"] == 2
+
+
+def test_a_second_job_leaves_the_run_alone(make_run, job_command):
+    folder = make_run(body=FOREVER)
+    first = subprocess.Popen(job_command(folder))
+    until(lambda: (folder.heartbeat or {}).get("step") == 1)
+    try:
+        assert work(job_command(folder)) == 75
+        assert len(folder.attempts) == 1
+    finally:
+        first.terminate()
+        first.wait(30)
+
+
+def test_a_done_run_is_not_run_again(make_run, job_command):
+    folder = make_run()
+    work(job_command(folder))
+    before = folder.metrics.read_bytes()
+    assert work(job_command(folder)) == 0
+    assert folder.metrics.read_bytes() == before
+    assert len(folder.attempts) == 1
+
+
+def test_a_failed_need_blocks_with_its_reason(make_run, job_command):
+    need = make_run("warmup-00000000", "sys.exit('out of paper')", kind="warmup")
+    folder = make_run(needs=(need.name,))
+    work(job_command(need))
+    assert work(job_command(folder)) == 1
+    reason = "BLOCKED: needs warmup-00000000, which ended FAILED: exit code 1: out of paper"
+    assert folder.end["reason"] == reason
+    assert not folder.metrics.exists()
+
+
+def test_arms_that_do_not_conform_are_not_run(make_run, job_command):
+    body = '(run / \'conformance.json\').write_text(\'{"passed": false, "detail": "norms differ by 2"}\')'
+    need = make_run("conformance-molt-00000000", body, kind="conformance")
+    folder = make_run(needs=(need.name,))
+    assert work(job_command(need)) == 0
+    work(job_command(folder))
+    assert folder.end["state"] == "BLOCKED"
+    assert "norms differ by 2" in folder.end["reason"]
+
+
+def test_what_the_needs_found_is_in_run_json(make_run, job_command):
+    warmup = make_run(
+        "warmup-00000000",
+        "(run / 'checkpoint').mkdir(); "
+        "(run / 'checkpoint' / 'warmup.json').write_text('{\"content_hash\": \"cafe\"}')",
+        kind="warmup",
+    )
+    pair = make_run(
+        "conformance-molt-00000000",
+        "(run / 'conformance.json').write_text('{\"passed\": true, \"norm\": 1.5}')",
+        kind="conformance",
+    )
+    folder = make_run(needs=(warmup.name, pair.name))
+    for each in (warmup, pair, folder):
+        assert work(job_command(each)) == 0
+    assert folder.run["warmup_content_hash"] == "cafe"
+    assert folder.run["conformance"] == {
+        "passed": True,
+        "pairs": {pair.name: {"passed": True, "norm": 1.5}},
+    }
+    assert set(folder.run["fingerprints"]) == {"code", "packages", "hardware"}
+
+
+def test_the_command_sees_the_snapshot_first_and_not_the_working_tree(make_run, job_command):
+    body = "print(sys.path[1], os.getcwd(), os.environ['MOLT_RUN'])\nrecord(steps)\n"
+    folder = make_run(body=body)
+    work(job_command(folder))
+    path, cwd, mark = (folder.attempts[-1] / "output.log").read_text().split()
+    assert os.path.samefile(path, folder.path / folder.run["code_path"])
+    assert os.path.samefile(cwd, folder.attempts[-1])
+    assert mark == folder.run["identity"]
+
+
+def test_a_lost_copy_of_the_code_is_said(make_run, job_command):
+    folder = make_run()
+    write_json(folder.path / "run.json", {**folder.run, "code_path": "../gone"})
+    work(job_command(folder))
+    assert folder.end["state"] == "CONFIG"
+
+
+def test_a_step_of_two_attempts_counts_as_the_later_saw_it(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(
+        '{"step": 1, "attempt": 1, "reward_mean": 0.0}\n{"step": 1, "attempt": 2, "reward_mean": 1.0}\n'
+    )
+    assert summarise(metrics)["reward_mean_last10"] == 1.0
+
+
+def test_a_warm_up_without_a_hash_is_unfinished(make_run):
+    folder = make_run("warmup-00000000", kind="warmup")
+    with pytest.raises(Unfinished, match="content_hash"):
+        product(folder)
+
+
+def test_a_lock_is_one_holders_and_free_when_it_ends(tmp_path):
+    path = tmp_path / "lock"
+    with hold(path):
+        assert is_held(path)
+        with pytest.raises(Busy, match=str(os.getpid())), hold(path):
+            pass
+    assert not is_held(path)
+
+
+def test_json_is_replaced_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError):
+        write_json(path, {"a": float("nan")})
+    assert read_json(path) == {"a": 1}
