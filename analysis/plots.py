@@ -108,10 +108,7 @@ def forest(results: Sequence[EndpointResult]) -> str:
             (0, "left", "\u2190 baseline better"),
             (1, "right", "candidate better \u2192"),
         ):
-            axes.text(
-                place, -0.04, text, transform=axes.transAxes, ha=side, va="top", weight="bold"
-            )
-        axes.tick_params(axis="x", pad=4)
+            axes.text(place, 1.02, text, transform=axes.transAxes, ha=side, va="bottom")
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
         return _svg(figure, "forest")

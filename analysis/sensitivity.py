@@ -22,12 +22,38 @@ def check_endpoint(
     pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]
 ) -> tuple[Check, ...]:
     """The checks that apply to ``endpoint``; ``values`` holds one number a finished run, per arm."""
-    checks = [_resolution(endpoint, values)]
+    checks = [_declared_first(pair, endpoint), _resolution(endpoint, values)]
     if endpoint.kind == "learning":
         checks += [_learned(pair, endpoint, values), _headroom(endpoint, values)]
     if endpoint.includes_waiting:
         checks.append(_waiting(pair, endpoint))
     return tuple(checks)
+
+
+def _declared_first(pair: Pair, endpoint: Endpoint) -> Check:
+    """A margin or a summary chosen after seeing runs can be chosen to please."""
+    key = f"endpoints.{endpoint.name}"
+    late = [
+        amendment
+        for amendment in pair.plan.amendments
+        if amendment.runs_done and any(k == key or k.startswith(f"{key}.") for k in amendment.diff)
+    ]
+    found = ""
+    if late:
+        fields = ", ".join(
+            sorted({k.rpartition(".")[2] for a in late for k in a.diff if k.startswith(key)})
+        )
+        found = f"post hoc: {fields} changed after {len(late[0].runs_done)} runs were done"
+    return Check(
+        name=f"{endpoint.name} declared first",
+        passed=not late,
+        values={},
+        bound="not amended after the first finished run",
+        why="a margin chosen after seeing the data proves nothing",
+        found=found,
+        effect="no_equivalence",
+        endpoints=(endpoint.name,),
+    )
 
 
 def _resolution(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:

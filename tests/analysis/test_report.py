@@ -1,0 +1,134 @@
+"""The report is one page without outside assets, the same in Markdown, and a JSON whose keys do not move."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from analysis.plan import Plan, freeze
+from analysis.report import main, write_report
+from tests.analysis.synthetic import ACCURACY, write_experiment
+
+ENDPOINT_KEYS = """name primary kind unit direction measured_as scale margin margin_text margin_reason candidate baseline n
+n_baseline mean mean_baseline sd sd_baseline estimate ci_low ci_high level tost_low tost_high estimate_text ci_text
+p_difference p_difference_holm p_equivalence df verdict headline detail reasons cautions needed_n needed_n_estimate
+may_write may_not_write values""".split()
+TOP_KEYS = """schema_version experiment scale question baseline generated alpha pairing_unit seeds arms endpoints checks
+protocol differences runs plan""".split()
+
+
+@pytest.fixture(scope="module")
+def written(sound, tmp_path_factory):
+    root = tmp_path_factory.mktemp("written")
+    shutil.copytree(sound.parent.parent, root, dirs_exist_ok=True)
+    assert main(["moe_vl", "--runs", str(root)]) == 0
+    return root / "moe_vl" / "tiny" / "report"
+
+
+def test_the_keys_of_report_json_are_these(written):
+    report = json.loads((written / "report.json").read_text())
+    assert list(report) == TOP_KEYS
+    assert all(list(endpoint) == ENDPOINT_KEYS for endpoint in report["endpoints"])
+
+
+def test_the_accounting_adds_up(tmp_path):
+    folder = write_experiment(
+        tmp_path, steps=20, lost={("molt", 3): "out of memory"}, absent=(("megatron", 4),)
+    )
+    molt, megatron = write_report(folder)["arms"]
+    counts = ("planned", "started", "finished", "lost")
+    assert [molt[key] for key in counts] == [5, 5, 4, 1]
+    assert [megatron[key] for key in counts] == [5, 4, 4, 1]
+    assert molt["lost_runs"][0]["reason"] == "out of memory"
+    page = (folder / "report" / "report.html").read_text()
+    assert "seed 3: out of memory" in page
+
+
+def test_the_page_needs_nothing_from_outside(written):
+    page = (written / "report.html").read_text()
+    assert not re.search(r'(?:src|href)="(?!#)', page)
+    assert "<script" not in page and "@import" not in page and "url(http" not in page
+
+
+def test_the_page_shows_what_a_reader_must_see(written):
+    page = (written / "report.html").read_text()
+    for text in (
+        "Does an FSDP2 trainer learn as well",
+        "EQUIVALENT",
+        "within ±0.03 accuracy",
+        "optimizer",
+        "trainer.backend",
+        "May not",
+        "same distribution",
+        "Not amended",
+    ):
+        assert text in page
+    assert page.count("<svg") >= 7
+
+
+def test_markdown_and_json_agree(written):
+    report = json.loads((written / "report.json").read_text())
+    text = (written / "report.md").read_text()
+    for endpoint in report["endpoints"]:
+        assert f"**{endpoint['headline']}**" in text
+        assert endpoint["may_write"] in text
+
+
+def test_two_reports_of_the_same_runs_draw_the_same_figures(written):
+    def figures():
+        page = (written / "report.html").read_text()
+        return re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+
+    first = figures()
+    write_report(written.parent)
+    assert figures() == first
+
+
+def test_an_invalid_endpoint_shows_no_numbers(tmp_path):
+    def unmeasured(system, seed, record):
+        record.pop("mismatch_p99", None)
+
+    folder = write_experiment(tmp_path, steps=20, edit_record=unmeasured)
+    for endpoint in write_report(folder)["endpoints"]:
+        assert endpoint["verdict"] == "INVALID"
+        assert endpoint["estimate"] is None and endpoint["ci_low"] is None
+        assert "mismatch_p99 was never recorded" in endpoint["reasons"][0]
+
+
+def test_an_amendment_is_shown_with_what_was_done_by_then(tmp_path):
+    folder = write_experiment(tmp_path, steps=20)
+    plan = Plan.load(folder / "plan.json")
+    wider = ACCURACY.model_copy(update={"margin": 0.05})
+    freeze(
+        plan.model_copy(update={"endpoints": (wider, *plan.endpoints[1:])}), folder / "plan.json"
+    )
+    write_report(folder)
+    page = (folder / "report" / "report.html").read_text()
+    assert "with 10 runs done" in page and "0.03 → 0.05" in page
+
+
+def test_nothing_finished_yet_is_a_report_too(tmp_path):
+    everything = {(system, seed): "killed" for system in ("molt", "megatron") for seed in range(3)}
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, lost=everything)
+    report = write_report(folder)
+    assert {endpoint["verdict"] for endpoint in report["endpoints"]} == {"INVALID"}
+
+
+def test_runs_that_never_started_are_a_report_too(tmp_path):
+    everyone = tuple((system, seed) for system in ("molt", "megatron") for seed in range(3))
+    report = write_report(write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, absent=everyone))
+    assert [arm["started"] for arm in report["arms"]] == [0, 0]
+
+
+def test_an_experiment_without_a_plan_is_one_clear_line(tmp_path, capsys):
+    assert main(["nothing", "--runs", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "plan.json: no frozen plan" in error and "Traceback" not in error
+
+
+def test_the_command_prints_json_for_machines(written, capsys):
+    assert main(["moe_vl", "--runs", str(written.parents[2]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["experiment"] == "moe_vl"

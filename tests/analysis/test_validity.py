@@ -1,0 +1,220 @@
+"""Every check fails on its planted fault, alone among its kind, and passes without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from analysis.checks import Pair
+from analysis.load import load_experiment
+from analysis.plan import Rate
+from analysis.sensitivity import check_endpoint
+from analysis.validity import check_runs
+from analysis.verdict import Verdict, judge
+from tests.analysis.synthetic import (
+    ACCURACY,
+    MEGATRON,
+    MOLT,
+    STEP_TIME,
+    TRAINER_TIME,
+    write_experiment,
+)
+
+
+def checks_of(folder):
+    return {check.name: check for check in check_runs(Pair(load_experiment(folder), "molt"))}
+
+
+def set_field(name, value, system="molt", seed=1, step=12):
+    """A fault: one field of one record of one run."""
+
+    def edit(of_system, of_seed, record):
+        if (of_system, of_seed) == (system, seed) and record["step"] >= step:
+            record[name] = value(record) if callable(value) else value
+
+    return {"edit_record": edit}
+
+
+def drop_field(name, system="molt"):
+    def edit(of_system, of_seed, record):
+        if of_system == system:
+            record.pop(name, None)
+
+    return {"edit_record": edit}
+
+
+def set_run(change, system="molt", seed=1):
+    def edit(of_system, of_seed, run):
+        if (of_system, of_seed) == (system, seed):
+            change(run)
+
+    return {"edit_run": edit}
+
+
+FAULTS = {
+    "finite records": (set_field("loss", float("nan")), "loss is nan at step 12"),
+    "full length": (
+        {"edit_run": lambda system, seed, run: run["config"]["loop"].update(steps=99)},
+        "ends at step 20, loop.steps is 99",
+    ),
+    "policy updated": (set_field("grad_norm", 0.0, step=1), "grad_norm > 0 in 0% of the steps"),
+    "samples kept": (set_field("kept_fraction", 0.01, step=1), "keeps 1.0% of its samples"),
+    "same distribution": (set_field("mismatch_p99", 2e-5), "mismatch_p99 2e-5 at step 12"),
+    "books closed": (
+        set_field("tokens_trained", lambda record: record["tokens_trained"] - 3),
+        "3 tokens unaccounted for at step 12",
+    ),
+    "lag bounded": (set_field("lag_max", 3), "lag_max 3, loop.max_staleness is 1"),
+    "similar lag": (set_field("lag_mean", 2.0, step=1), "mean lag differs by"),
+    "same protocol": (
+        set_run(lambda run: run["config"]["optimizer"].update(lr=2e-3)),
+        "optimizer.lr: 0.001 or 0.002",
+    ),
+    "same prompts": (set_field("prompts_fingerprint", "others"), "seed 1: prompts differ from step 12"),
+    "same initial checkpoint": (
+        set_run(lambda run: run.update(warmup_content_hash="other")),
+        "warmup_content_hash has 2 values",
+    ),
+    "same code": (set_run(lambda run: run["fingerprints"].update(code="other")), "has 2 values"),
+    "same packages": (set_run(lambda run: run["fingerprints"].update(packages="x")), "2 values"),
+    "same hardware": (
+        set_run(lambda run: run["fingerprints"].update(hardware={"cpu": "other"})),
+        "has 2 values",
+    ),
+    "interleaved in time": (
+        {"edit_record": lambda system, seed, r: r.update(time_unix=r["time_unix"] + 1e6 * (system == "molt"))},
+        "every run of megatron ended before molt began",
+    ),
+    "conformance": (set_run(lambda run: run["conformance"].update(passed=False)), "failed in molt-s1"),
+    "run accounting": ({"lost": {("molt", 0): "oom", ("molt", 1): "oom"}}, "molt: 2 runs lost"),
+}  # fmt: skip
+
+MORE_FAULTS = {
+    "policy updated": [
+        (set_field("optimizer_steps", 0, step=0), "optimizer_steps stays at 0"),
+        (set_field("policy_version", 5, step=0), "policy_version stays at 5"),
+        (drop_field("grad_norm"), "grad_norm was never recorded"),
+    ],
+    "same distribution": [
+        (set_field("mismatch_max", 2e-3), "mismatch_max 0.002 at step 12"),
+        (drop_field("mismatch_p99"), "mismatch_p99 was never recorded"),
+        (set_field("mismatch_tokens", 100), "100 tokens scored at step 12"),
+        (set_field("tokens_router_tied", 5, step=0), "have a tied router"),
+        (set_field("mismatch_p99", None), "mismatch measured in 11 of 20 steps"),
+    ],
+    "books closed": [
+        (set_field("groups_in_flight", 7), "1 groups unaccounted for at step 12"),
+        (drop_field("tokens_in_flight"), "tokens_in_flight was never recorded"),
+    ],
+}
+
+
+def planted(tmp_path, fault):
+    return write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, **fault)
+
+
+def test_a_sound_experiment_passes_every_check(sound):
+    assert {name: check.passed for name, check in checks_of(sound).items()} == dict.fromkeys(
+        [*FAULTS, "nothing beyond the plan"], True
+    )
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_fails_its_check_and_no_other(tmp_path, name):
+    fault, message = FAULTS[name]
+    failing = {n: c for n, c in checks_of(planted(tmp_path, fault)).items() if c.passed is not True}
+    assert list(failing) == [name]
+    assert message in failing[name].found
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [(name, *case) for name, cases in MORE_FAULTS.items() for case in cases],
+)
+def test_a_check_sees_its_other_faults(tmp_path, name, fault, message):
+    check = checks_of(planted(tmp_path, fault))[name]
+    assert check.passed is False and message in check.found
+
+
+def test_one_lost_run_is_borne_and_uneven_loss_is_not(tmp_path):
+    one = write_experiment(tmp_path / "one", steps=4, lost={("molt", 0): "oom"})
+    assert checks_of(one)["run accounting"].passed
+    uneven = write_experiment(
+        tmp_path / "uneven", steps=4, lost={("molt", seed): "oom" for seed in (0, 1, 2)}
+    )
+    found = checks_of(uneven)["run accounting"].found
+    assert "Fisher p = 0.167" in found  # hypergeometric, by hand: 2 * C(5,3) / C(10,3) = 1/6
+
+
+def test_a_missing_conformance_is_unverified_and_caps_equivalence(tmp_path):
+    fault = {"edit_run": lambda system, seed, run: run.pop("conformance")}
+    check = checks_of(planted(tmp_path, fault))["conformance"]
+    assert check.passed is None and check.caps and not check.refuses
+
+
+def test_hardware_guards_speed_and_not_learning(sound):
+    assert checks_of(sound)["same hardware"].endpoints == (TRAINER_TIME.name, STEP_TIME.name)
+
+
+def sensitivity(folder, endpoint, values):
+    pair = Pair(load_experiment(folder), "molt")
+    return {check.name.split()[0]: check for check in check_endpoint(pair, endpoint, values)}
+
+
+GOOD = {"molt": [0.88, 0.89, 0.87], "megatron": [0.88, 0.86, 0.87]}
+
+
+def test_identical_values_have_no_resolution(sound):
+    check = sensitivity(sound, TRAINER_TIME, {"molt": [1.0] * 3, "megatron": [1.0] * 3})[
+        "resolution"
+    ]
+    assert check.refuses and "molt: all values are 1" in check.found
+
+
+def test_coarse_values_are_flagged(sound):
+    values = {"molt": [1.0, 1.0, 1.0, 1.0, 2.0], "megatron": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    check = sensitivity(sound, TRAINER_TIME, values)["resolution"]
+    assert check.passed is False and check.effect == "flag"
+
+
+def test_a_task_that_no_arm_learned_is_invalid_and_one_that_one_arm_learned_is_not(sound):
+    name = ACCURACY.name.split()[0]
+    stuck = {"molt": [0.42, 0.43, 0.41], "megatron": [0.43, 0.42, 0.44]}
+    neither = sensitivity(sound, ACCURACY, stuck)
+    assert neither[name].refuses
+    one = sensitivity(sound, ACCURACY, {**GOOD, "molt": stuck["molt"]})[name]
+    assert one.caps and not one.refuses
+    assert sensitivity(sound, ACCURACY, GOOD)[name].passed
+
+
+def test_at_the_ceiling_equivalence_may_not_be_claimed(sound):
+    near = {"molt": [0.98, 0.99, 0.985], "megatron": [0.88, 0.86, 0.87]}
+    assert sensitivity(sound, ACCURACY, near)["headroom"].caps
+    assert sensitivity(sound, ACCURACY, GOOD)["headroom"].passed
+
+
+def test_a_waiting_trainer_makes_the_step_time_insensitive(tmp_path):
+    arms = {"molt": replace(MOLT, wait_share=0.5), "megatron": MEGATRON}
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, arms=arms)
+    check = sensitivity(folder, STEP_TIME, GOOD)["waiting"]
+    assert check.caps and "molt waits longer" in check.found
+    assert "waiting" not in sensitivity(folder, TRAINER_TIME, GOOD)
+
+
+def test_a_failing_check_makes_good_numbers_invalid(tmp_path):
+    fault = set_field("mismatch_max", 0.5)
+    results = judge(load_experiment(write_experiment(tmp_path, steps=20, **fault)))
+    assert {result.decision.verdict for result in results} == {Verdict.INVALID}
+    assert all("same distribution" in result.decision.headline for result in results)
+    assert all("support no statement" in result.may_write for result in results)
+
+
+def test_a_finished_run_without_the_number_is_invalid(tmp_path):
+    endpoint = TRAINER_TIME.model_copy(
+        update={"field": Rate(numerator=("t_x_s",), denominator=("steps",))}
+    )
+    folder = write_experiment(tmp_path, steps=20, endpoints=(endpoint,))
+    (result,) = judge(load_experiment(folder))
+    assert result.decision.verdict == Verdict.INVALID
+    assert "no record has the field t_x_s" in result.decision.reasons[0]
