@@ -3,10 +3,11 @@
 Built in because it needs the whole path (image processor, vision tower, expert routing, sampling, a verifiable reward) and is
 learned from scratch in minutes. An item is a pure function of its stream, seed and index; nothing is stored.
 
-    question  color   one square: "what color is the square?" -> "red"
-              left    two squares: "what color is the left square?" -> "red"
-              larger  two squares: "what color is the larger square?" -> "red"
-              list    several, in a row: "name the colors of all squares from left to right" -> "red, blue, red"
+    question  color     one square: "what color is the square?" -> "red"
+              left      two squares: "what color is the left square?" -> "red"
+              larger    two squares: "what color is the larger square?" -> "red"
+              describe  two squares, a sentence: "the left square is red, the right square is blue"
+              list      several, in a row: "name the colors ... from left to right" -> "red, blue, red"
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ QUESTIONS = {
     "color": "what color is the square?",
     "left": "what color is the left square?",
     "larger": "what color is the larger square?",
+    "describe": "name the colors of all squares",
     "list": "name the colors of all squares from left to right",
 }
 
@@ -51,8 +53,8 @@ class ShapesVariant:
     """Parameters of the task (``task.variant`` in the configuration).
 
     colors: how many of the palette are in use. noise: standard deviation added to every channel, in grey levels of 255.
-    squares and fewest: most and least squares of ``list``. partial: reward of ``list`` is the share of right places instead
-    of all or nothing.
+    squares and fewest: most and least squares of ``list``. partial: the reward of ``list`` and ``describe`` is the share of
+    squares named rightly instead of all or nothing.
     """
 
     question: str = "color"
@@ -150,12 +152,24 @@ def _one_square(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.nd
 
 
 def _left_of_two(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    canvas, (left, _) = _two_side_by_side(variant, rng)
+    return canvas, left
+
+
+def _both_described(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    canvas, (left, right) = _two_side_by_side(variant, rng)
+    return canvas, f"the left square is {left}, the right square is {right}"
+
+
+def _two_side_by_side(
+    variant: ShapesVariant, rng: np.random.Generator
+) -> tuple[np.ndarray, tuple[str, str]]:
     canvas, colors, half = _canvas(), variant._two_colors(rng), _SIDE // 2
     for column, color in enumerate(colors):
         side = int(rng.integers(8, half))
         top, left = rng.integers(0, _SIDE - side + 1), rng.integers(0, half - side + 1)
         _paint(canvas, top, column * half + left, side, color)
-    return canvas, colors[0]
+    return canvas, colors
 
 
 def _larger_of_two(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
@@ -185,5 +199,6 @@ _DRAW = {
     "color": _one_square,
     "left": _left_of_two,
     "larger": _larger_of_two,
+    "describe": _both_described,
     "list": _row_of_squares,
 }
