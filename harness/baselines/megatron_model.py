@@ -226,9 +226,10 @@ class VisionLanguageModel(MegatronModule):
         deltas = []
         if has_images:
             place = (columns, rows)
-            embedded = embedded.index_put(place, features.pooler_output.to(embedded.dtype))
+            index = batch.feature_index
+            embedded = embedded.index_put(place, features.pooler_output[index].to(embedded.dtype))
             deltas = [
-                torch.zeros_like(embedded).index_put(place, feature.to(embedded.dtype))
+                torch.zeros_like(embedded).index_put(place, feature[index].to(embedded.dtype))
                 for feature in features.deepstack_features
             ]
         else:

@@ -24,7 +24,7 @@ from molt_core.types import ContractError, ImageInput
 EXCLUDED_BIAS = -100.0
 """Added to the logits of excluded ids: e^-100 of probability is left, far below float32's resolution of the rest."""
 
-RENDERED_KEPT = 256
+RENDERED_KEPT = 512
 """Prompts kept with their processed images, for the other samples of their group."""
 
 

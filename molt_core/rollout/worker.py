@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from molt_core.rollout.engine import Engine, EngineError
 from molt_core.rollout.record import Recorder
 from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
 
+PROBE_SAMPLES = 4
+"""Continuations of one prompt in a probe: enough prompts to vary the images, few enough to render."""
+
 
 class RolloutWorker:
     """``start`` before anything else. All methods run on the actor's one event loop."""
@@ -31,6 +35,9 @@ class RolloutWorker:
         self.renderer = Renderer(self.checkpoint)
         self.train = prompt_source(self.config.task, split="train", seed=self.config.seed)
         self.held_out = prompt_source(self.config.task, split="eval", seed=0)
+        self._held_out_prompt = lru_cache(self.config.task.eval_items)(
+            lambda index: self.renderer.prompt(self.held_out.item(index), index)
+        )
         self.agent = load_agent(self.config.task)
         self.tokens_generated = 0
         self.engine = Engine(
@@ -57,7 +64,7 @@ class RolloutWorker:
         sampling = self.config.rollout.sampling.model_copy(
             update={"temperature": self.config.evaluation.temperature}
         )
-        prompts = [self.renderer.prompt(self.held_out.item(index), index) for index in indices]
+        prompts = [self._held_out_prompt(index) for index in indices]
         groups = await asyncio.gather(
             *(self._sample(prompt, 1, sampling, ("eval", prompt.index)) for prompt in prompts)
         )
@@ -66,30 +73,26 @@ class RolloutWorker:
     async def probe(self, count: int, version: int) -> list[Trajectory]:
         """``count`` fresh continuations of held-out prompts, full length, all of ``version``."""
         sampling = self.config.rollout.sampling.model_copy(update={"stop_at_eos": False})
-        prompts = [
-            self.renderer.prompt(self.held_out.item(index), index)
-            for index in range(version * count, (version + 1) * count)
-        ]
-        rows = await asyncio.gather(
-            *(
-                self._record(prompt, sampling, ("probe", version, prompt.index))
-                for prompt in prompts
+        prompts = -(-count // PROBE_SAMPLES)
+        recorders = [
+            self._recorder(
+                self._held_out_prompt(number % self.config.task.eval_items),
+                sampling,
+                ("probe", version, number, sample),
             )
-        )
-        trajectories = [row for recorder in rows for row in recorder.trajectories()]
+            for prompt in map(
+                self._held_out_prompt, range(version * prompts, (version + 1) * prompts)
+            )
+            for sample in range(PROBE_SAMPLES)
+        ][:count]
+        await asyncio.gather(*(r.generate(r.prompt.token_ids, r.prompt.images) for r in recorders))
+        trajectories = [row for recorder in recorders for row in recorder.trajectories()]
         for row in trajectories:
             if (row.versions[row.action_mask] != version).any():
                 raise ContractError(
                     f"the engine sampled a probe of version {version} from other weights"
                 )
         return trajectories
-
-    async def _record(
-        self, prompt: Prompt, sampling: SamplingConfig, key: tuple[int | str, ...]
-    ) -> Recorder:
-        recorder = self._recorder(prompt, sampling, key)
-        await recorder.generate(prompt.token_ids, prompt.images)
-        return recorder
 
     async def _sample(
         self, prompt: Prompt, samples: int, sampling: SamplingConfig, key: tuple[int | str, ...]

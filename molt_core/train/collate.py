@@ -20,9 +20,14 @@ class MicroBatch:
     """B rows of at most T tokens, and their N action tokens in row order.
 
     token_ids ``[B, T]`` int64; attention_mask ``[B, T]`` bool; position_ids ``[3, B, T]`` int64 (time, height, width);
-    image_mask ``[B, T]`` bool, True at image placeholders; patches ``[P, patch_dim]`` float32 and grid_thw ``[images, 3]``
-    int64, images in row order, or None without images. Action tokens, all ``[N]``: action_rows, action_columns, action_ids
-    int64, behaviour_logprobs float32, advantages float32.
+    image_mask ``[B, T]`` bool, True at image placeholders.
+
+    Of the distinct images (the samples of a prompt share theirs), all three None without images: patches
+    ``[P, patch_dim]`` float32; grid_thw ``[images, 3]`` int64; feature_index ``[placeholders]`` int64, which of the merged
+    features fills each placeholder, placeholders in row order.
+
+    Of the action tokens, all ``[N]``: action_rows, action_columns, action_ids int64, behaviour_logprobs float32,
+    advantages float32.
     """
 
     token_ids: torch.Tensor
@@ -31,6 +36,7 @@ class MicroBatch:
     image_mask: torch.Tensor
     patches: torch.Tensor | None
     grid_thw: torch.Tensor | None
+    feature_index: torch.Tensor | None
     action_rows: torch.Tensor
     action_columns: torch.Tensor
     action_ids: torch.Tensor
@@ -76,7 +82,11 @@ def collate(
         columns = np.flatnonzero(row.action_mask)
         action_rows.append(np.full(len(columns), b))
         action_columns.append(columns)
-    images = [image for row in rows for image in row.images]
+    places = [image for row in rows for image in row.images]
+    images = list({id(image): image for image in places}.values())
+    first_feature = dict(
+        zip(map(id, images), np.cumsum([0, *(image.length for image in images)]).tolist())
+    )
     rows_index, columns_index = np.concatenate(action_rows), np.concatenate(action_columns)
     behaviour = np.concatenate([row.logprobs[row.action_mask] for row in rows])
     flat = (
@@ -93,6 +103,11 @@ def collate(
         if images
         else None,
         grid_thw=torch.tensor([image.grid_thw for image in images]) if images else None,
+        feature_index=torch.from_numpy(
+            np.concatenate([first_feature[id(image)] + np.arange(image.length) for image in places])
+        )
+        if images
+        else None,
         action_rows=torch.from_numpy(rows_index),
         action_columns=torch.from_numpy(columns_index),
         action_ids=torch.from_numpy(token_ids[rows_index, columns_index]),

@@ -41,7 +41,11 @@ class ActionHead(nn.Module):
         patches, grid = (
             (batch.patches, batch.grid_thw) if has_images else _blank_image(visual, mask.device)
         )
-        features = self.policy.model.get_image_features(patches, grid, return_dict=True)
+        features = visual(patches.type(visual.dtype), grid_thw=grid, return_dict=True)
+        outputs = (features.pooler_output, *features.deepstack_features)
+        if has_images:
+            pooled, *deepstack = ([output[batch.feature_index]] for output in outputs)
+            features.pooler_output, features.deepstack_features = pooled, deepstack
         hidden = self.policy.model(
             input_ids=batch.token_ids,
             # Behind a right-padded row's last token there is nothing that an action could attend to: plain causal attention.
@@ -53,7 +57,7 @@ class ActionHead(nn.Module):
         logits = self.policy.lm_head(hidden[batch.action_rows, batch.action_columns - 1]).float()
         if not has_images:
             # The vision tower took part, so that its gradients are zero and not missing and ranks agree on their collectives.
-            logits = logits + 0.0 * torch.cat(features.pooler_output).sum().float()
+            logits = logits + 0.0 * sum(output.sum() for output in outputs).float()
         return logits
 
 
