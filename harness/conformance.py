@@ -1,0 +1,325 @@
+"""Do two trainers make the same update? Three optimiser steps of both on one batch, from one checkpoint.
+
+    python -m harness.conformance BASELINE.yaml CANDIDATE.yaml --checkpoint FOLDER --out conformance.json
+
+The two run configurations may differ in ``trainer`` only. Each arm runs in processes of its own, in its own layout, through the
+same code as a training run (``forward_backward``, then ``optimizer_step``). The batch is synthetic and fixed: rows of several
+lengths, with none, one and two images, advantages of both signs. Compared are the log-probabilities before the first step,
+loss and gradient norm at each step, and the weights after the last one, relative to how far they moved. Exit code 0 whether the
+arms agree or not: ``passed`` and ``reasons`` in the file say which; the harness starts no run of a pair that failed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+
+from molt_core.algo.registry import load_plugins
+from molt_core.config import RunConfig, load_run_config
+from molt_core.models.layout import from_published
+from molt_core.models.load import excluded_token_ids, iterate_weights
+from molt_core.train.backend import backend_class
+from molt_core.train.objective import forward_backward, score, split_rows, without_actions
+from molt_core.types import ImageInput, Trajectory, Turn
+
+STEPS = 3
+IMAGES_PER_ROW = (1, 0, 2, 1) * 4
+"""Images of each row of the batch."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Bounds on the differences between two arms, a and b.
+
+    logprob: largest |difference| before the first step, in nats. loss: largest |difference| at a step, over the mean
+    |advantage|. grad_norm: largest relative difference at a step. update: ||w_a - w_b|| / ||w_b - w_0|| over all weights, w_0
+    being the checkpoint. update_tensor: the same of the worst single tensor, so that a small one cannot hide behind large
+    ones; tensors of which no element moved by a hundredth of the largest update are left out: their gradient is
+    nothing but rounding.
+    """
+
+    logprob: float
+    loss: float
+    grad_norm: float
+    update: float
+    update_tensor: float
+
+
+TOLERANCES = {
+    "float32": Tolerances(1e-5, 1e-5, 1e-4, 1e-3, 5e-3),
+    "bfloat16": Tolerances(0.1, 0.02, 0.05, 0.5, 1.0),
+}
+"""By ``model.dtype``. In float32 the tiny policy's trainers measure 3e-6, 7e-8, 6e-7, 3e-5 and 2e-4. bfloat16 has 8 bits: it
+can show a wrong layout or a wrong loss, and little more."""
+
+
+def conformance(config_a: RunConfig, config_b: RunConfig, checkpoint: Path) -> dict[str, Any]:
+    """Contents of ``conformance.json``: what each arm did, differences, tolerances, ``passed`` and ``reasons``.
+
+    Raises ValueError where the configurations differ outside ``trainer``, or where a backend refuses its own.
+    """
+    check_comparable(config_a, config_b)
+    with tempfile.TemporaryDirectory() as scratch:
+        arms = []
+        for name, config in (("a", config_a), ("b", config_b)):
+            folder = Path(scratch) / name
+            folder.mkdir()
+            torch.multiprocessing.spawn(
+                _train_arm,
+                (config, Path(checkpoint).resolve(), folder),
+                nprocs=config.trainer.world_size,
+            )
+            arms.append(json.loads((folder / "arm.json").read_text()))
+        weights = compare_weights(checkpoint, *(_stored(Path(scratch) / name) for name in "ab"))
+    return verdict(arms, weights, config_a.model.dtype)
+
+
+def check_comparable(config_a: RunConfig, config_b: RunConfig) -> None:
+    """Raise ValueError where two configurations differ outside ``trainer``."""
+    a, b = (config.model_dump(exclude={"trainer"}) for config in (config_a, config_b))
+    differing = sorted(key for key in a if a[key] != b[key])
+    if differing:
+        raise ValueError(
+            f"the configurations differ in {differing}; a conformance compares trainers under one protocol: "
+            "only the trainer section may differ"
+        )
+
+
+def verdict(arms: list[dict[str, Any]], weights: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Differences of two arms' records against the tolerances of ``dtype``. Pure."""
+    tolerances = TOLERANCES[dtype]
+    a, b = arms
+    found = {
+        "logprob_difference": _largest(np.subtract(a["logprobs"], b["logprobs"])),
+        "loss_difference": _largest(np.subtract(a["loss"], b["loss"]) / a["mean_advantage"]),
+        "grad_norm_difference": _largest(np.divide(a["grad_norm"], b["grad_norm"]) - 1),
+        "update_difference": weights["update_difference"],
+        "update_tensor_difference": weights["update_tensor_difference"],
+    }
+    bounds = dict(zip(found, asdict(tolerances).values(), strict=True))
+    reasons = [
+        f"{name} is {value:.3g}, its bound {bounds[name]:g}"
+        + (f" ({weights['worst_tensor']})" if name == "update_tensor_difference" else "")
+        for name, value in found.items()
+        if not value <= bounds[name]
+    ]
+    if not weights["largest_update"] > 0:
+        reasons.append("the weights did not move: there was no update to compare")
+    for arm in arms:
+        del arm["logprobs"]
+    return {
+        "passed": not reasons,
+        "reasons": reasons,
+        "detail": "; ".join(reasons),
+        "steps": STEPS,
+        **found,
+        **weights,
+        "tolerances": bounds,
+        "arms": arms,
+    }
+
+
+def _largest(values: np.ndarray) -> float:
+    """Largest magnitude; NaN counts as infinite."""
+    return float(np.abs(np.nan_to_num(values, nan=math.inf)).max())
+
+
+def synthetic_rows(checkpoint: Path, max_length: int) -> list[Trajectory]:
+    """The batch: prompts of text and images, then three to six sampled tokens, none of them an excluded id.
+
+    Raises ValueError where ``max_length`` cuts every row.
+    """
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    vision = config["vision_config"]
+    merge, patch = vision["spatial_merge_size"], vision["patch_size"]
+    width = vision.get("in_channels", 3) * vision["temporal_patch_size"] * patch**2
+    vocabulary = config["text_config"]["vocab_size"]
+    excluded = np.array(excluded_token_ids(checkpoint), np.int64)
+    allowed = np.setdiff1d(np.arange(vocabulary), excluded)
+    rng = np.random.default_rng(0)
+    rows = []
+    for number, count in enumerate(IMAGES_PER_ROW):
+        ids = list(rng.choice(allowed, 2 + number % 5))
+        images = []
+        for _ in range(count):
+            grid = (1, 2 * merge, (2 + rng.integers(3)) * merge)
+            length = grid[1] * grid[2] // merge**2
+            ids.append(config["vision_start_token_id"])
+            pixels = np.zeros((grid[1] * patch, grid[2] * patch, 3), np.uint8)
+            patches = rng.standard_normal((grid[1] * grid[2], width)).astype(np.float32)
+            images.append(ImageInput(pixels, patches, grid, len(ids), length))
+            ids += [config["image_token_id"]] * length + [config["vision_end_token_id"]]
+        prompt, actions = len(ids), 3 + number % 4
+        ids += list(rng.choice(allowed, actions))
+        if len(ids) > max_length:
+            continue
+        action = np.arange(len(ids)) >= prompt
+        rows.append(
+            Trajectory(
+                token_ids=np.array(ids, np.int32),
+                prompt_length=prompt,
+                action_mask=action,
+                logprobs=np.where(action, -math.log(len(allowed)), 0).astype(np.float32),
+                versions=np.where(action, 0, -1).astype(np.int32),
+                mixed=np.zeros(len(ids), bool),
+                turns=(Turn(prompt, len(ids), {}, 0, "stop"),),
+                images=tuple(images),
+            )
+        )
+    if not rows:
+        raise ValueError(f"model.max_length {max_length} is too short for any row of the batch")
+    return rows
+
+
+def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> None:
+    """One rank of one arm. Rank 0 leaves ``arm.json`` and the weights in ``folder``."""
+    trainer = config.trainer
+    torch.set_num_threads(trainer.threads)
+    if trainer.device == "cuda":
+        torch.cuda.set_device(rank)
+    load_plugins(config.algorithm.plugins)
+    dist.init_process_group(
+        "nccl" if trainer.device == "cuda" else "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=trainer.world_size,
+    )
+    backend = backend_class(trainer.backend)(
+        checkpoint, config.model, config.optimizer, trainer, config.loop.steps
+    )
+    rows = synthetic_rows(checkpoint, config.model.max_length)
+    rng = np.random.default_rng(1)
+    advantages = [rng.standard_normal(row.action_tokens).astype(np.float32) for row in rows]
+    lengths = [len(row.token_ids) for row in rows]
+    share = split_rows(lengths, backend.data_size, trainer.micro_batch_rows)[backend.data_rank]
+    filler = ([without_actions(rows[0])], [np.zeros(0, np.float32)])
+    micro_batches = [
+        ([rows[i] for i in part], [advantages[i] for i in part]) if part else filler
+        for part in share
+    ]
+    excluded = torch.tensor(excluded_token_ids(checkpoint), device=trainer.device)
+    sampled = {
+        "temperature": config.rollout.sampling.temperature,
+        "excluded_ids": excluded,
+    }
+    _, logprobs, tied = score(backend, rows, tie_gap=config.probe.tie_gap, **sampled)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        sums = forward_backward(
+            backend,
+            micro_batches,
+            algorithm=config.algorithm,
+            denominator=sum(row.action_tokens for row in rows),
+            **sampled,
+        )
+        losses.append(_sum_over_data_ranks(sums["loss"], backend.data_size))
+        norms.append(backend.optimizer_step())
+    for number, (name, tensor) in enumerate(backend.named_weights()):
+        if rank == 0:
+            torch.save((name, tensor.detach().cpu().clone()), folder / f"{number:06d}.pt")
+    if rank == 0:
+        record = {
+            "backend": trainer.backend,
+            "layout": trainer.layout,
+            "world_size": trainer.world_size,
+            "loss": losses,
+            "grad_norm": norms,
+            "mean_advantage": float(np.abs(np.concatenate(advantages)).mean()),
+            "tokens_router_tied": int(tied.sum()),
+            "logprobs": logprobs.tolist(),
+        }
+        (folder / "arm.json").write_text(json.dumps(record))
+    dist.destroy_process_group()
+
+
+def _sum_over_data_ranks(value: float, data_size: int) -> float:
+    """Every data rank counts once, however many ranks share its rows."""
+    total = torch.tensor(value, dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        total = total.cuda()
+    dist.all_reduce(total)
+    return float(total) * data_size / dist.get_world_size()
+
+
+def _stored(folder: Path) -> dict[str, Path]:
+    """Tensor name to its file."""
+    return {torch.load(file)[0]: file for file in sorted(folder.glob("*.pt"))}
+
+
+def compare_weights(
+    checkpoint: Path, a: Mapping[str, Path], b: Mapping[str, Path]
+) -> dict[str, Any]:
+    """How far two arms' weights lie from each other, in units of how far b moved from ``checkpoint``.
+
+    Raises ValueError where the arms' weights differ in name or shape from each other.
+    """
+    if a.keys() != b.keys():
+        raise ValueError(f"the arms gave out different weights: {sorted(a.keys() ^ b.keys())}")
+    figures = {
+        name: _distances(torch.load(a[name])[1], torch.load(b[name])[1], initial)
+        for name, initial in _initial(checkpoint)
+        if name in a
+    }
+    largest = max(figure["moved_largest"] for figure in figures.values())
+    moved = {n: f for n, f in figures.items() if f["moved_largest"] > 0.01 * largest}
+    ratios = {n: _ratio(f["apart"], f["moved"]) for n, f in moved.items()}
+    worst = max(ratios, key=ratios.get, default="")
+    return {
+        "update_difference": _ratio(
+            math.hypot(*(f["apart"] for f in figures.values())),
+            math.hypot(*(f["moved"] for f in figures.values())),
+        ),
+        "update_tensor_difference": ratios.get(worst, 0.0),
+        "worst_tensor": worst,
+        "largest_difference": max(f["apart_largest"] for f in figures.values()),
+        "largest_update": largest,
+        "tensors": len(figures),
+        "tensors_that_moved": len(moved),
+    }
+
+
+def _initial(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in iterate_weights(checkpoint):
+        yield name, from_published(name, tensor)
+
+
+def _distances(a: torch.Tensor, b: torch.Tensor, initial: torch.Tensor) -> dict[str, float]:
+    if a.shape != b.shape:
+        raise ValueError(f"the arms gave out shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    apart, moved = a.double() - b.double(), b.double() - initial.double()
+    return {
+        "apart": float(apart.norm()),
+        "moved": float(moved.norm()),
+        "apart_largest": float(apart.abs().max()),
+        "moved_largest": float(moved.abs().max()),
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else (0.0 if part == 0 else math.inf)
+
+
+def main(
+    config_a: Annotated[Path, typer.Argument(help="run configuration of one arm (YAML)")],
+    config_b: Annotated[Path, typer.Argument(help="of the other; differs in trainer only")],
+    checkpoint: Annotated[Path, typer.Option(help="initial Hugging Face folder of both")],
+    out: Annotated[Path, typer.Option(help="where the figures go (JSON)")],
+) -> None:
+    """Three optimiser steps of two trainers on one batch: the same update?"""
+    result = conformance(load_run_config(config_a), load_run_config(config_b), checkpoint)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    typer.echo("passed" if result["passed"] else f"FAILED: {result['detail']}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
