@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -181,13 +182,9 @@ def _same(pair: Pair, *keys: str) -> Finding:
         value: Any = run.run
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
-        return (
-            None
-            if value is None
-            else value
-            if isinstance(value, str)
-            else json.dumps(value, sort_keys=True)
-        )
+        if isinstance(value, Mapping):
+            return ", ".join(f"{name} {inner}" for name, inner in sorted(value.items()))
+        return None if value is None else str(value)
 
     seen = {name: {text(run) for run in runs} for name, runs in pair.arms.items()}
     values = {
@@ -204,8 +201,9 @@ def _same(pair: Pair, *keys: str) -> Finding:
 
 
 def _short(text: str) -> str:
-    """A hash or a long text by its head."""
-    return text if len(text) <= 24 else f"{text[:12]}…"
+    """A hash by its head."""
+    is_hash = re.fullmatch(r"[0-9a-f]{20,}", text)
+    return f"{text[:12]}…" if is_hash else text
 
 
 MATCHING = (

@@ -29,6 +29,7 @@ from analysis.verdict import EndpointResult, Verdict  # noqa: E402
 
 INK, FAINT = "#010203", "#040506"
 ARM_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+EDGE = "#1f1f1f"
 LINES, MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 # What the page's style sheet decides; matplotlib writes the colours above, the page reads these.
 PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"} | {
@@ -86,7 +87,8 @@ def forest(results: Sequence[EndpointResult]) -> str:
                 -0.01, row, label, transform=axes.get_yaxis_transform(), ha="right", va="center"
             )
             if result not in shown:
-                axes.text(0, row, "INVALID", ha="center", va="center", color=INK)
+                why = f"{result.decision.headline}: no number is shown"
+                axes.text(0.02, row, why, transform=axes.get_yaxis_transform(), va="center")
                 continue
             c = result.comparison
             centre, low, high, tost_low, tost_high = (
@@ -144,7 +146,7 @@ def step_parts(experiment: Experiment) -> str:
             if width.any():
                 axes.barh(
                     range(len(runs)), width, left=left, color=colour, hatch=hatch, label=label,
-                    edgecolor=INK, lw=0.4, height=0.72,
+                    edgecolor=EDGE, lw=0.4, height=0.72,
                 )  # fmt: skip
             left += width
         rest = np.array([row["wall_s"].mean() for row in rows]) - left

@@ -105,7 +105,7 @@ class NeededRuns:
             f"more than {MAX_RUNS:,}" if n is None else str(n)
             for n in (self.low, self.estimate, self.high)
         )
-        return low if low == high else f"about {estimate} (range {low} to {high})"
+        return f"{low} a side" if low == high else f"{estimate} a side, range {low} to {high}"
 
 
 def needed_runs(

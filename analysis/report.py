@@ -66,7 +66,7 @@ def report_data(experiment: Experiment, results: tuple[EndpointResult, ...]) -> 
         "pairing_unit": plan.pairing_unit,
         "seeds": list(plan.seeds),
         "arms": [_arm(experiment, arm.name, arm.role) for arm in plan.arms],
-        "endpoints": [_endpoint(result) for result in results],
+        "endpoints": [_endpoint(experiment, result) for result in results],
         "checks": [_check(candidate, check) for (candidate, _), check in checks.items()],
         "protocol": _shared_protocol(experiment),
         "differences": _arm_settings(experiment),
@@ -144,7 +144,7 @@ def _arm(experiment: Experiment, name: str, role: str) -> dict[str, Any]:
     }
 
 
-def _endpoint(result: EndpointResult) -> dict[str, Any]:
+def _endpoint(experiment: Experiment, result: EndpointResult) -> dict[str, Any]:
     endpoint, decision, measured = result.endpoint, result.decision, result.measurement
     withheld = result.comparison is None or decision.verdict == Verdict.INVALID
     c = None if withheld else result.comparison
@@ -189,8 +189,20 @@ def _endpoint(result: EndpointResult) -> dict[str, Any]:
         "needed_n_estimate": needed and needed.estimate,
         "may_write": result.may_write,
         "may_not_write": result.may_not_write,
+        "item_stderr": _item_stderr(experiment, result),
         "values": {arm: {str(s): v for s, v in by.items()} for arm, by in measured.values.items()},
     }
+
+
+def _item_stderr(experiment: Experiment, result: EndpointResult) -> float | None:
+    """Mean standard error over the items of one evaluation, where the records hold it; None for other endpoints."""
+    field = result.endpoint.field
+    if not isinstance(field, str) or result.endpoint.summary != "at_last_step":
+        return None
+    name = f"{field.removesuffix('_mean')}_stderr"
+    runs = [run for arm in result.measurement.values for run in experiment.finished(arm)]
+    errors = [run.metrics[name].dropna().iloc[-1] for run in runs if name in run.metrics]
+    return float(sum(errors) / len(errors)) if errors else None
 
 
 def _measured_as(endpoint: Endpoint) -> str:

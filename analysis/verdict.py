@@ -107,7 +107,7 @@ def decide(
         return Decision(Verdict.INCONCLUSIVE, "more runs alone do not settle it", tuple(reasons))
     reasons.append(f"the TOST interval reaches beyond {within} and Welch's includes no difference")
     needed = _needed(comparison, alpha, reasons)
-    return Decision(Verdict.INCONCLUSIVE, f"needs n = {needed} a side", tuple(reasons), needed)
+    return Decision(Verdict.INCONCLUSIVE, f"needs n = {needed}", tuple(reasons), needed)
 
 
 def judge(experiment: Experiment) -> tuple[EndpointResult, ...]:
@@ -161,7 +161,7 @@ def _conclude(measured: Measurement, p_holm: float | None, alpha: float) -> Endp
 def _outlook(decision: Decision) -> str:
     """Half a sentence: what stands in the way, or how many runs would settle it."""
     if decision.needed is not None:
-        return f"if the arms are truly equal, showing it takes n = {decision.needed} runs a side"
+        return f"if the arms are truly equal, showing it takes n = {decision.needed}"
     return "; ".join(decision.reasons)
 
 

@@ -70,8 +70,15 @@ def evidence(endpoint: Endpoint, comparison: Comparison, equivalence: bool) -> s
     unit = "" if endpoint.scale == "ratio" else f" {endpoint.unit}"
     return (
         f"{kind} {effect(endpoint, comparison.estimate)}{unit}, {level * 100:.0f}\u202f% CI "
-        f"{interval(endpoint, low, high)}, {test} {probability(p)}, n = {comparison.n} and {comparison.n_baseline} runs"
+        f"{interval(endpoint, low, high)}, {test} {probability(p)}, n = {runs(comparison)}"
     )
+
+
+def runs(comparison: Comparison) -> str:
+    """ "5 runs an arm", or "4 and 5 runs"."""
+    if comparison.n == comparison.n_baseline:
+        return f"{comparison.n} runs an arm"
+    return f"{comparison.n} and {comparison.n_baseline} runs"
 
 
 def sentences(

@@ -258,7 +258,9 @@ def simulate(
             "truncated_fraction": 0.0,
         }
         if evaluates:
-            record["eval_reward_mean"] = final if step == steps else level + random.normal(0, 0.01)
+            score = final if step == steps else level + random.normal(0, 0.01)
+            record["eval_reward_mean"] = score
+            record["eval_reward_stderr"] = math.sqrt(max(0.0, score * (1 - score)) / 256)
         records.append(record)
     return records
 

@@ -45,7 +45,7 @@ def test_the_published_parity_is_inconclusive_and_takes_about_ten_runs():
     decision = decide(SECONDS, comparison)
     assert decision.verdict == Verdict.INCONCLUSIVE
     assert decision.needed.estimate == 10
-    assert "about 10" in decision.headline
+    assert "needs n = 10 a side, range" in decision.headline
 
 
 @pytest.mark.parametrize(
