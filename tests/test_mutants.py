@@ -1,0 +1,38 @@
+"""Every planted fault that needs no engine is caught; the others are planted by ``make mutants``."""
+
+import pytest
+
+from tests.mutants.runner import Mutant, MutantError, mutants, plant, read, survives
+
+MUTANTS = mutants()
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not m.engine], ids=lambda m: m.name)
+def test_the_tests_notice_the_fault(mutant: Mutant, tmp_path):
+    assert survives(mutant, tmp_path) == []
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.engine], ids=lambda m: m.name)
+def test_a_fault_that_needs_an_engine_still_applies(mutant: Mutant, tmp_path):
+    plant(mutant, tmp_path)
+
+
+def test_a_patch_that_no_longer_applies_says_so(tmp_path):
+    patch = tmp_path / "old.patch"
+    patch.write_text(
+        "Invariant: 1\nFault: f\nTests: t\n\n--- a/molt_core/types.py\n+++ b/molt_core/types.py\n"
+        "@@ -1,1 +1,1 @@\n-this line was never there\n+nor this\n"
+    )
+    with pytest.raises(MutantError, match=r"old\.patch no longer applies"):
+        plant(read(patch), tmp_path)
+
+
+def test_a_fault_that_no_test_notices_is_reported(tmp_path):
+    patch = tmp_path / "harmless.patch"
+    patch.write_text(
+        "Invariant: none\nFault: a comment\nTests: tests/molt_core/test_contract.py::"
+        "test_a_trajectory_of_prompt_only_has_no_action\n\n--- /dev/null\n+++ b/molt_core/harmless.py\n"
+        "@@ -0,0 +1,1 @@\n+# nothing\n"
+    )
+    (line,) = survives(read(patch), tmp_path)
+    assert line.endswith("test_a_trajectory_of_prompt_only_has_no_action passed")
