@@ -1,0 +1,151 @@
+"""The shared objective: the sampled distribution, one denominator whatever the split, rows none of which is lost."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molt_core.config import AlgorithmConfig
+from molt_core.train.collate import MicroBatch
+from molt_core.train.objective import (
+    action_logprobs,
+    forward_backward,
+    score,
+    split_rows,
+    without_actions,
+)
+from tests.molt_core.make import trajectory
+
+NOTHING = torch.tensor([], dtype=torch.long)
+
+
+def test_excluded_ids_have_no_share_in_the_distribution():
+    # Probabilities 1/2, 1/4, 1/4 over ids 0, 1, 2. Without id 0: 1/2 each; entropy log 2.
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    logprobs, entropy = action_logprobs(logits, torch.tensor([1]), torch.tensor([0]), 1.0)
+    assert logprobs.item() == pytest.approx(math.log(1 / 2))
+    assert entropy.item() == pytest.approx(math.log(2))
+
+
+def test_temperature_divides_the_logits():
+    # Logits 0 and log 4 at temperature 2: 0 and log 2, so 1/3 and 2/3.
+    logits = torch.tensor([[0.0, math.log(4)]])
+    logprobs, _ = action_logprobs(logits, torch.tensor([1]), NOTHING, 2.0)
+    assert logprobs.item() == pytest.approx(math.log(2 / 3))
+
+
+class Bigram:
+    """The least policy there is: the next token's logits are a row of a table. A TrainBackend less what is not used here."""
+
+    def __init__(self, gap: torch.Tensor | None = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(12, 12, generator=generator).requires_grad_()
+        self.gap = gap
+
+    def action_logits(self, batch: MicroBatch) -> torch.Tensor:
+        return self.table[batch.token_ids[batch.action_rows, batch.action_columns - 1]]
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        loss.backward()
+
+    def router_gap(self) -> torch.Tensor | None:
+        return self.gap
+
+
+LENGTHS = (1, 4, 2, 5, 3)
+ROWS = [trajectory(prompt=3, actions=n, logprob=-2.0 - n / 10) for n in LENGTHS]
+ADVANTAGES = [np.full(n, 1.0 - n / 3, np.float32) for n in LENGTHS]
+
+
+def train(shares: Iterator) -> tuple[dict[str, float], torch.Tensor]:
+    """Sums and gradient, both added up over the ranks whose micro-batches ``shares`` gives."""
+    sums: dict[str, float] = {}
+    gradient = torch.zeros(12, 12)
+    for micro_batches in shares:
+        backend = Bigram()
+        of_rank = forward_backward(
+            backend,
+            [([ROWS[i] for i in m], [ADVANTAGES[i] for i in m]) for m in micro_batches],
+            algorithm=AlgorithmConfig(),
+            temperature=1.3,
+            excluded_ids=torch.tensor([0]),
+            denominator=sum(LENGTHS),
+        )
+        gradient += backend.table.grad
+        for name, value in of_rank.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums, gradient
+
+
+def test_the_gradient_is_the_mean_over_all_action_tokens():
+    # At ratio 1 with the sampled weights truncated at 2: d loss = -sum_n w_n A_n d log pi(n) / 15, written out naively.
+    _, gradient = train([[[0, 1, 2, 3, 4]]])
+    table = Bigram().table
+    total = 0.0
+    for row, advantages in zip(ROWS, ADVANTAGES):
+        for place, advantage in zip(np.flatnonzero(row.action_mask), advantages):
+            logits = table[int(row.token_ids[place - 1])] / 1.3
+            logprob = logits[int(row.token_ids[place])] - logits[1:].logsumexp(0)
+            weight = min(math.exp(logprob.item() - row.logprobs[place]), 2.0)
+            total = total - weight * float(advantage) * logprob / 15
+    torch.testing.assert_close(gradient, torch.autograd.grad(total, table)[0])
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [[[0], [1], [2], [3], [4]]],
+        [[[3, 4], [0, 1, 2]]],
+        [[[0, 1]], [[2, 3, 4]]],
+        [[[0], [1]], [[2, 3], [4]]],
+        [[[4]], [[3]], [[2]], [[0, 1]]],
+    ],
+    ids=["five micro-batches", "two uneven", "two ranks", "two ranks of two", "four ranks"],
+)
+def test_loss_gradient_and_sums_do_not_depend_on_the_split(shares):
+    whole_sums, whole_gradient = train([[[0, 1, 2, 3, 4]]])
+    sums, gradient = train(shares)
+    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-7)
+    assert sums == pytest.approx(whole_sums, rel=1e-5)
+
+
+def test_a_filler_row_adds_nothing():
+    backend = Bigram()
+    sums = forward_backward(
+        backend,
+        [([without_actions(ROWS[0])], [np.zeros(0, np.float32)])],
+        algorithm=AlgorithmConfig(),
+        temperature=1.0,
+        excluded_ids=NOTHING,
+        denominator=15,
+    )
+    assert sums["tokens"] == 0 and sums["loss"] == 0
+    assert not backend.table.grad.any()
+
+
+def test_tokens_from_the_first_router_tie_on_are_tied():
+    # Prompt of 3 and 4 actions at columns 3..6; the router ties at column 4, which predicts column 5.
+    gap = torch.ones(1, 7)
+    gap[0, 4] = 1e-7
+    options = dict(temperature=1.0, excluded_ids=NOTHING, tie_gap=1e-5)
+    _, _, tied = score(Bigram(gap), [trajectory(prompt=3, actions=4)], **options)
+    assert tied.tolist() == [False, False, True, True]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    data_size=st.integers(1, 5),
+    micro_batch_rows=st.integers(1, 9),
+)
+def test_every_row_goes_to_one_rank_and_ranks_have_equally_many_micro_batches(
+    lengths, data_size, micro_batch_rows
+):
+    shares = split_rows(lengths, data_size, micro_batch_rows)
+    assert len(shares) == data_size
+    assert len({len(share) for share in shares}) == 1
+    assert max(len(m) for share in shares for m in share) <= micro_batch_rows
+    assert sorted(i for share in shares for m in share for i in m) == list(range(len(lengths)))
