@@ -80,9 +80,7 @@ class RolloutWorker:
                 sampling,
                 ("probe", version, number, sample),
             )
-            for prompt in map(
-                self._held_out_prompt, range(version * prompts, (version + 1) * prompts)
-            )
+            for number in range(version * prompts, (version + 1) * prompts)
             for sample in range(PROBE_SAMPLES)
         ][:count]
         await asyncio.gather(*(r.generate(r.prompt.token_ids, r.prompt.images) for r in recorders))
