@@ -64,7 +64,7 @@ def _measure_endpoint(pair: Pair, endpoint: Endpoint, run_checks: tuple[Check, .
                 samples[pair.plan.baseline],
                 margin=endpoint.margin,
                 scale=endpoint.scale,
-                alpha=pair.plan.alpha,
+                alpha=pair.plan.alpha_per_look,
             )
         except NoInference as error:
             no_inference = str(error)

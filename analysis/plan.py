@@ -206,6 +206,16 @@ class Plan(Strict):
     def candidates(self) -> tuple[str, ...]:
         return tuple(arm.name for arm in self.arms if arm.role == "candidate")
 
+    @property
+    def looks(self) -> int:
+        """How often the runs could be looked at with the choice to go on: one, and one a late change of the seeds."""
+        return 1 + sum(bool(a.runs_done) and "seeds" in a.diff for a in self.amendments)
+
+    @property
+    def alpha_per_look(self) -> float:
+        """alpha split over the looks (Bonferroni): seeds added after seeing results do not buy a verdict."""
+        return self.alpha / self.looks
+
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a frozen plan. Raises PlanError that names the file where it is absent or not a plan."""

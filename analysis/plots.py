@@ -87,8 +87,8 @@ def forest(results: Sequence[EndpointResult]) -> str:
                 -0.01, row, label, transform=axes.get_yaxis_transform(), ha="right", va="center"
             )
             if result not in shown:
-                why = f"{result.decision.headline}: no number is shown"
-                axes.text(0.02, row, why, transform=axes.get_yaxis_transform(), va="center")
+                why = f"INVALID: {result.decision.detail}"
+                axes.text(1.01, row, why, transform=axes.get_yaxis_transform(), va="center")
                 continue
             c = result.comparison
             centre, low, high, tost_low, tost_high = (

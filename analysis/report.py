@@ -62,7 +62,8 @@ def report_data(experiment: Experiment, results: tuple[EndpointResult, ...]) -> 
         "question": plan.question,
         "baseline": plan.baseline,
         "generated": datetime.now(UTC).isoformat(timespec="seconds"),
-        "alpha": plan.alpha,
+        "alpha": plan.alpha_per_look,
+        "looks": plan.looks,
         "pairing_unit": plan.pairing_unit,
         "seeds": list(plan.seeds),
         "arms": [_arm(experiment, arm.name, arm.role) for arm in plan.arms],
@@ -110,7 +111,14 @@ def verdict_table(data: dict[str, Any]) -> Table:
     table = Table(
         title=f"{data['experiment']} ({data['scale']}): {data['question']}", title_justify="left"
     )
-    for heading in ("endpoint", "difference", "95\u202f% interval", "margin", "n", "verdict"):
+    for heading in (
+        "endpoint",
+        "difference",
+        f"{100 - 100 * data['alpha']:g}\u202f% interval",
+        "margin",
+        "n",
+        "verdict",
+    ):
         table.add_column(heading, overflow="fold")
     for e in data["endpoints"]:
         verdict = Verdict(e["verdict"])
@@ -171,7 +179,7 @@ def _endpoint(experiment: Experiment, result: EndpointResult) -> dict[str, Any]:
         "estimate": c and c.estimate,
         "ci_low": c and c.ci_low,
         "ci_high": c and c.ci_high,
-        "level": 1 - 0.05 if c is None else c.level,
+        "level": 1 - experiment.plan.alpha_per_look,
         "tost_low": c and c.tost_low,
         "tost_high": c and c.tost_high,
         "estimate_text": wording.effect(endpoint, c.estimate) if c else "\u2013",

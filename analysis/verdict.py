@@ -120,7 +120,8 @@ def judge(experiment: Experiment) -> tuple[EndpointResult, ...]:
     adjusted = [float(p) for p in multipletests(family, method="holm")[1]]
     holm = {(m.candidate, m.endpoint.name): p for m, p in zip(primaries, adjusted)}
     return tuple(
-        _conclude(m, holm.get((m.candidate, m.endpoint.name)), plan.alpha) for m in measured
+        _conclude(m, holm.get((m.candidate, m.endpoint.name)), plan.alpha_per_look)
+        for m in measured
     )
 
 

@@ -69,7 +69,7 @@ def evidence(endpoint: Endpoint, comparison: Comparison, equivalence: bool) -> s
     kind = "relative difference" if endpoint.scale == "ratio" else "difference"
     unit = "" if endpoint.scale == "ratio" else f" {endpoint.unit}"
     return (
-        f"{kind} {effect(endpoint, comparison.estimate)}{unit}, {level * 100:.0f}\u202f% CI "
+        f"{kind} {effect(endpoint, comparison.estimate)}{unit}, {level * 100:g}\u202f% CI "
         f"{interval(endpoint, low, high)}, {test} {probability(p)}, n = {runs(comparison)}"
     )
 

@@ -16,7 +16,7 @@ ENDPOINT_KEYS = """name primary kind unit direction measured_as scale margin mar
 n_baseline mean mean_baseline sd sd_baseline estimate ci_low ci_high level tost_low tost_high estimate_text ci_text
 p_difference p_difference_holm p_equivalence df verdict headline detail reasons cautions needed_n needed_n_estimate
 may_write may_not_write item_stderr values""".split()
-TOP_KEYS = """schema_version experiment scale question baseline generated alpha pairing_unit seeds arms endpoints checks
+TOP_KEYS = """schema_version experiment scale question baseline generated alpha looks pairing_unit seeds arms endpoints checks
 protocol differences runs plan""".split()
 
 

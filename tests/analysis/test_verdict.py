@@ -131,6 +131,16 @@ def test_a_margin_changed_after_the_first_result_bars_equivalence(tmp_path):
     assert "changed after 10 runs were done" in result.decision.reasons[0]
 
 
+def test_seeds_added_after_results_split_alpha(tmp_path):
+    folder = write_experiment(tmp_path, steps=20)
+    before = judge(load_experiment(folder))[0].comparison
+    frozen = Plan.load(folder / "plan.json")
+    freeze(frozen.model_copy(update={"seeds": (*frozen.seeds, 5)}), folder / "plan.json")
+    after = judge(load_experiment(folder))[0].comparison
+    assert (before.level, after.level) == (0.95, 0.975)
+    assert after.ci_low < before.ci_low and after.ci_high > before.ci_high
+
+
 def test_unequal_spreads_and_few_runs_are_cautioned(tmp_path):
     arms = {
         "molt": dataclasses.replace(MOLT, accuracy_sd=0.001),
