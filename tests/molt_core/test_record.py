@@ -1,0 +1,148 @@
+"""What is written down behind an agent's back: the ids, log-probabilities and versions that the engine gave, and no others."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from molt_core.config import SamplingConfig
+from molt_core.rollout.engine import Sampled, _sampled
+from molt_core.rollout.record import Recorder, request_seed
+from molt_core.types import ContractError, Prompt
+
+
+class Scripted:
+    """Answers request by request from a list of (ids, log-probs, versions, finish reason); an exception is raised."""
+
+    def __init__(self, *answers) -> None:
+        self.answers, self.requests = list(answers), []
+
+    async def generate(self, prompt_ids, images, **options) -> Sampled:
+        self.requests.append((list(prompt_ids), options))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        ids, logprobs, versions, reason = answer
+        expanded = getattr(self, "expanded", list(prompt_ids))
+        return Sampled(np.array(ids), np.array(logprobs), np.array(versions), reason, expanded)
+
+
+def recorder(engine: Scripted, max_length: int = 32) -> Recorder:
+    sampling = SamplingConfig(max_new_tokens=4)
+    return Recorder(engine, Prompt("p", 0, (5, 6)), sampling, max_length, (1, "p", 0), str)
+
+
+def play(context: Recorder, *calls) -> None:
+    async def run():
+        for ids in calls:
+            await context.generate(ids)
+
+    asyncio.run(run())
+
+
+FIRST = ([7, 8], [-0.5, -0.25], [3, 4], "stop")
+SECOND = ([10], [-2.0], [5], "stop")
+
+
+def test_a_turn_keeps_ids_log_probabilities_and_versions_in_place():
+    context = recorder(Scripted(FIRST))
+    play(context, [5, 6])
+    (row,) = context.trajectories()
+    assert row.token_ids.tolist() == [5, 6, 7, 8]
+    assert row.action_mask.tolist() == [False, False, True, True]
+    assert row.logprobs.tolist() == [0, 0, -0.5, -0.25]
+    assert row.versions.tolist() == [-1, -1, 3, 4]
+    assert row.prompt_length == 2
+    assert context.tokens_generated == 2
+
+
+def test_a_call_that_extends_the_ids_goes_on_in_the_segment_with_the_observation_masked():
+    context = recorder(Scripted(FIRST, SECOND))
+    play(context, [5, 6], [5, 6, 7, 8, 9])
+    (row,) = context.trajectories()
+    assert row.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert row.action_mask.tolist() == [False, False, True, True, False, True]
+    assert row.versions.tolist() == [-1, -1, 3, 4, -1, 5]
+    assert [(turn.start, turn.stop) for turn in row.turns] == [(2, 4), (5, 6)]
+
+
+def test_a_history_that_was_rewritten_starts_a_new_segment():
+    context = recorder(Scripted(FIRST, SECOND))
+    play(context, [5, 6], [5, 6, 7, 99])
+    first, second = context.trajectories()
+    assert first.token_ids.tolist() == [5, 6, 7, 8]
+    assert second.token_ids.tolist() == [5, 6, 7, 99, 10]
+    assert second.action_mask.tolist() == [False] * 4 + [True]
+
+
+def test_a_failed_call_leaves_the_rollout_as_it_was():
+    context = recorder(Scripted(FIRST, RuntimeError("lost"), SECOND))
+    play(context, [5, 6])
+    with pytest.raises(RuntimeError, match="lost"):
+        play(context, [5, 6, 7, 8, 9])
+    play(context, [5, 6, 7, 8, 9])
+    (row,) = context.trajectories()
+    assert row.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert context.tokens_generated == 3
+
+
+def test_no_room_asks_the_engine_for_nothing():
+    engine = Scripted()
+    context = recorder(engine, max_length=3)
+    generation = asyncio.run(context.generate([5, 6, 7]))
+    assert (generation.token_ids, generation.finish_reason) == ((), "length")
+    assert engine.requests == [] and context.trajectories() == ()
+
+
+def test_a_request_is_cut_to_the_room_left():
+    engine = Scripted(FIRST)
+    play(recorder(engine, max_length=4), [5, 6])
+    assert engine.requests[0][1]["max_new_tokens"] == 2
+
+
+def test_a_prompt_that_the_engine_expands_otherwise_is_refused():
+    engine = Scripted(FIRST)
+    engine.expanded = [5, 6, 6]
+    with pytest.raises(ContractError, match="3 and 2 tokens"):
+        play(recorder(engine), [5, 6])
+
+
+def test_request_seeds_differ_by_every_part_of_their_key():
+    keys = [(0, "p", 0, 0, 0), (1, "p", 0, 0, 0), (0, "q", 0, 0, 0), (0, "p", 1, 0, 0)]
+    keys += [(0, "p", 0, 1, 0), (0, "p", 0, 0, 1), (0, "p", 0, 0, 10)]
+    seeds = [request_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert seeds == [request_seed(*key) for key in keys]
+
+
+def output(ids, logprobs, spans):
+    """The part of vLLM's RequestOutput that is read; each token's dictionary holds a more likely token as well."""
+    entries = [
+        {token: SimpleNamespace(logprob=value), token + 1: SimpleNamespace(logprob=-0.01)}
+        for token, value in zip(ids, logprobs)
+    ]
+    spans = [SimpleNamespace(start=a, end=b, version=v) for a, b, v in spans]
+    completion = SimpleNamespace(
+        token_ids=ids, logprobs=entries, weight_versions=spans, finish_reason="stop"
+    )
+    return SimpleNamespace(outputs=[completion], prompt_token_ids=[5, 6])
+
+
+def test_log_probabilities_are_of_the_sampled_ids_and_versions_of_their_spans():
+    sampled = _sampled(output([7, 9, 11], [-1.0, -2.0, -3.0], [(0, 2, "4"), (2, 3, "5")]))
+    assert sampled.logprobs.tolist() == [-1, -2, -3]
+    assert sampled.versions.tolist() == [4, 4, 5]
+
+
+def test_a_token_without_a_version_is_refused():
+    with pytest.raises(ContractError, match="without a policy version"):
+        _sampled(output([7, 9], [-1.0, -2.0], [(0, 1, "4")]))
+
+
+def test_a_token_without_a_log_probability_is_refused():
+    incomplete = output([7, 9], [-1.0, -2.0], [(0, 2, "4")])
+    incomplete.outputs[0].logprobs.pop()
+    with pytest.raises(ContractError, match="without a log-probability each"):
+        _sampled(incomplete)
