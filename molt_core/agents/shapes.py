@@ -6,7 +6,7 @@ learned from scratch in minutes. An item is a pure function of its stream, seed 
     question  color     one square: "what color is the square?" -> "red"
               left      two squares: "what color is the left square?" -> "red"
               larger    two squares: "what color is the larger square?" -> "red"
-              describe  two squares, a sentence: "the left square is red, the right square is blue"
+              describe  two squares, a sentence: "the larger square is red, the smaller square is blue"
               list      several, in a row: "name the colors ... from left to right" -> "red, blue, red"
 """
 
@@ -152,27 +152,27 @@ def _one_square(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.nd
 
 
 def _left_of_two(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
-    canvas, (left, _) = _two_side_by_side(variant, rng)
-    return canvas, left
-
-
-def _both_described(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
-    canvas, (left, right) = _two_side_by_side(variant, rng)
-    return canvas, f"the left square is {left}, the right square is {right}"
-
-
-def _two_side_by_side(
-    variant: ShapesVariant, rng: np.random.Generator
-) -> tuple[np.ndarray, tuple[str, str]]:
     canvas, colors, half = _canvas(), variant._two_colors(rng), _SIDE // 2
     for column, color in enumerate(colors):
         side = int(rng.integers(8, half))
         top, left = rng.integers(0, _SIDE - side + 1), rng.integers(0, half - side + 1)
         _paint(canvas, top, column * half + left, side, color)
-    return canvas, colors
+    return canvas, colors[0]
 
 
 def _larger_of_two(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    canvas, (larger, _) = _larger_and_smaller(variant, rng)
+    return canvas, larger
+
+
+def _both_described(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    canvas, (larger, smaller) = _larger_and_smaller(variant, rng)
+    return canvas, f"the larger square is {larger}, the smaller square is {smaller}"
+
+
+def _larger_and_smaller(
+    variant: ShapesVariant, rng: np.random.Generator
+) -> tuple[np.ndarray, tuple[str, str]]:
     """The two share the picture's height or width and never overlap; sides differ by 5 pixels or more."""
     canvas, colors, half = _canvas(), variant._two_colors(rng), _SIDE // 2
     sides = (int(rng.integers(12, half + 1)), int(rng.integers(4, 8)))
@@ -181,7 +181,7 @@ def _larger_of_two(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np
         along = ((place + first) % 2) * half + int(rng.integers(0, half - side + 1))
         beside = int(rng.integers(0, _SIDE - side + 1))
         _paint(canvas, *((beside, along) if across else (along, beside)), side, color)
-    return canvas, colors[0]
+    return canvas, colors
 
 
 def _row_of_squares(variant: ShapesVariant, rng: np.random.Generator) -> tuple[np.ndarray, str]:

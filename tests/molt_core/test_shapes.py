@@ -40,11 +40,11 @@ def test_left_is_the_color_further_left(number):
 
 
 @pytest.mark.parametrize("number", range(30))
-def test_describe_names_both_sides(number):
+def test_describe_names_both_sizes(number):
     item = ShapesVariant(question="describe", noise=0).train_item(0, number)
-    columns = {name: area[1].mean() for name, area in _areas(item.images[0]).items()}
-    left, right = sorted(columns, key=columns.get)
-    assert item.answer == f"the left square is {left}, the right square is {right}"
+    sizes = {name: len(area[0]) for name, area in _areas(item.images[0]).items()}
+    smaller, larger = sorted(sizes, key=sizes.get)
+    assert item.answer == f"the larger square is {larger}, the smaller square is {smaller}"
 
 
 @pytest.mark.parametrize("number", range(30))
