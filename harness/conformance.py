@@ -33,8 +33,9 @@ from molt_core.train.objective import forward_backward, score, split_rows, witho
 from molt_core.types import ImageInput, Trajectory, Turn
 
 STEPS = 3
-IMAGES_PER_ROW = (1, 0, 2, 1) * 4
-"""Images of each row of the batch."""
+IMAGES_PER_PROMPT = (1, 0, 2, 1, 0, 1, 2, 1)
+"""Images of each prompt of the batch."""
+SAMPLES_PER_PROMPT = 2
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _largest(values: np.ndarray) -> float:
 
 
 def synthetic_rows(checkpoint: Path, max_length: int) -> list[Trajectory]:
-    """The batch: prompts of text and images, then three to six sampled tokens, none of them an excluded id.
+    """The batch: samples of prompts of text and images, three to six actions each, none of them an excluded id.
 
     Raises ValueError where ``max_length`` cuts every row.
     """
@@ -148,7 +149,7 @@ def synthetic_rows(checkpoint: Path, max_length: int) -> list[Trajectory]:
     allowed = np.setdiff1d(np.arange(vocabulary), excluded)
     rng = np.random.default_rng(0)
     rows = []
-    for number, count in enumerate(IMAGES_PER_ROW):
+    for number, count in enumerate(IMAGES_PER_PROMPT):
         ids = list(rng.choice(allowed, 2 + number % 5))
         images = []
         for _ in range(count):
@@ -159,26 +160,30 @@ def synthetic_rows(checkpoint: Path, max_length: int) -> list[Trajectory]:
             patches = rng.standard_normal((grid[1] * grid[2], width)).astype(np.float32)
             images.append(ImageInput(pixels, patches, grid, len(ids), length))
             ids += [config["image_token_id"]] * length + [config["vision_end_token_id"]]
-        prompt, actions = len(ids), 3 + number % 4
-        ids += list(rng.choice(allowed, actions))
-        if len(ids) > max_length:
-            continue
-        action = np.arange(len(ids)) >= prompt
-        rows.append(
-            Trajectory(
-                token_ids=np.array(ids, np.int32),
-                prompt_length=prompt,
-                action_mask=action,
-                logprobs=np.where(action, -math.log(len(allowed)), 0).astype(np.float32),
-                versions=np.where(action, 0, -1).astype(np.int32),
-                mixed=np.zeros(len(ids), bool),
-                turns=(Turn(prompt, len(ids), {}, 0, "stop"),),
-                images=tuple(images),
-            )
-        )
+        for sample in range(SAMPLES_PER_PROMPT):
+            actions = rng.choice(allowed, 3 + (number + sample) % 4)
+            if len(ids) + len(actions) <= max_length:
+                rows.append(_row(ids, actions, images, -math.log(len(allowed))))
     if not rows:
         raise ValueError(f"model.max_length {max_length} is too short for any row of the batch")
     return rows
+
+
+def _row(
+    prompt: list[int], actions: np.ndarray, images: list[ImageInput], logprob: float
+) -> Trajectory:
+    token_ids = np.array([*prompt, *actions], np.int32)
+    action = np.arange(len(token_ids)) >= len(prompt)
+    return Trajectory(
+        token_ids=token_ids,
+        prompt_length=len(prompt),
+        action_mask=action,
+        logprobs=np.where(action, logprob, 0).astype(np.float32),
+        versions=np.where(action, 0, -1).astype(np.int32),
+        mixed=np.zeros(len(token_ids), bool),
+        turns=(Turn(len(prompt), len(token_ids), {}, 0, "stop"),),
+        images=tuple(images),
+    )
 
 
 def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> None:

@@ -26,7 +26,7 @@ def share(checkpoint: Path, images_per_row: tuple[int, ...], data_rank: int, dat
     """This rank's micro-batches of two rows: (rows, advantages). Rows with the fewest images come first."""
     rows = trajectories(checkpoint, images_per_row)
     values = advantages(rows)
-    order = sorted(range(len(rows)), key=lambda i: images_per_row[i])
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].images))
     own = order[data_rank * len(rows) // data_size : (data_rank + 1) * len(rows) // data_size]
     return [
         ([rows[i] for i in pair], [values[i] for i in pair])

@@ -73,9 +73,9 @@ def untrained(checkpoint):
 
 
 @torch.no_grad()
-def largest_logprob_difference(backend, policy, batch) -> float:
+def largest_logprob_difference(backend, policy, batch, rows) -> float:
     found = token_logprobs(backend.action_logits(batch), batch)
-    expected = token_logprobs(oracle_logits(policy, batch), batch)
+    expected = token_logprobs(oracle_logits(policy, batch, rows), batch)
     assert len(expected) and expected.std() > 0.1
     return float((found - expected).abs().max())
 
@@ -89,12 +89,13 @@ def test_it_is_a_train_backend(untrained):
 def test_logprobs_equal_transformers(untrained, policy, rows, padding):
     batch = collate(rows)
     batch = left_padded(batch) if padding == "left" else batch
-    assert largest_logprob_difference(untrained, policy, batch) < 1e-5
+    assert largest_logprob_difference(untrained, policy, batch, rows) < 1e-5
 
 
 def test_logprobs_of_a_batch_without_images_equal_transformers(untrained, policy, checkpoint):
-    batch = collate(trajectories(checkpoint, (0, 0, 0)))
-    assert largest_logprob_difference(untrained, policy, batch) < 1e-5
+    rows = trajectories(checkpoint, (0, 0, 0))
+    batch = collate(rows)
+    assert largest_logprob_difference(untrained, policy, batch, rows) < 1e-5
 
 
 @torch.no_grad()
@@ -112,7 +113,7 @@ def test_router_gap_is_the_least_over_the_layers_of_transformers_router(untraine
         for layer in policy.model.language_model.layers
     ]
     batch = collate(rows)
-    oracle_logits(policy, batch)
+    oracle_logits(policy, batch, rows)
     for hook in hooks:
         hook.remove()
     ordered = torch.stack(kept).softmax(-1).sort(-1, descending=True).values

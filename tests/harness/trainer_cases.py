@@ -40,7 +40,10 @@ def rescaled_checkpoint(folder: Path) -> Path:
 
 
 def trajectories(checkpoint: Path, images_per_row: tuple[int, ...]) -> list[Trajectory]:
-    """One row an entry, of its own length, with that many images of different grids, and 3 to 6 actions at its end."""
+    """One row an entry, of its own length, with that many images of different grids, and 3 to 6 actions at its end.
+
+    At the end a second sample of the row with the most images, which shares them.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     rng = np.random.default_rng(5)
     vision = config["vision_config"]
@@ -74,7 +77,7 @@ def trajectories(checkpoint: Path, images_per_row: tuple[int, ...]) -> list[Traj
                 images=tuple(images),
             )
         )
-    return rows
+    return [*rows, another_sample(rows[int(np.argmax(images_per_row))])]
 
 
 def advantages(rows: list[Trajectory]) -> list[np.ndarray]:
@@ -108,15 +111,27 @@ def left_padded(batch: MicroBatch) -> MicroBatch:
     )
 
 
-def oracle_logits(policy: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Logits ``[N, vocabulary]`` by transformers alone, which finds images and positions by itself."""
+def another_sample(row: Trajectory) -> Trajectory:
+    """A second sample of the row's prompt: the same image objects, other actions."""
+    ids = np.where(row.action_mask, row.token_ids[::-1] % 256, row.token_ids)
+    return replace(row, token_ids=ids.astype(np.int32))
+
+
+def oracle_logits(
+    policy: torch.nn.Module, batch: MicroBatch, rows: list[Trajectory]
+) -> torch.Tensor:
+    """Logits ``[N, vocabulary]`` by transformers alone, which gets every row's images and finds their places by itself."""
     inputs = dict(
         input_ids=batch.token_ids,
         attention_mask=batch.attention_mask.long(),
-        mm_token_type_ids=batch.image_mask.int(),
+        mm_token_type_ids=(batch.token_ids == policy.config.image_token_id).int(),
     )
-    if batch.patches is not None:
-        inputs.update(pixel_values=batch.patches, image_grid_thw=batch.grid_thw)
+    images = [image for row in rows for image in row.images]
+    if images:
+        inputs.update(
+            pixel_values=torch.from_numpy(np.concatenate([image.patches for image in images])),
+            image_grid_thw=torch.tensor([image.grid_thw for image in images]),
+        )
     logits = policy(**inputs, use_cache=False).logits
     return logits[batch.action_rows, batch.action_columns - 1]
 
@@ -147,7 +162,9 @@ def oracle_training(
     batch = collate(rows, advantages(rows))
     norms = []
     for _ in range(STEPS):
-        policy_gradient_loss(oracle_logits(policy, batch), batch, len(batch.action_ids)).backward()
+        policy_gradient_loss(
+            oracle_logits(policy, batch, rows), batch, len(batch.action_ids)
+        ).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)))
         optimizer.step()
         optimizer.zero_grad()
