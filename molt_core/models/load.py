@@ -23,6 +23,7 @@ from molt_core.config import ModelConfig
 from molt_core.models.layout import to_published
 
 WEIGHTS_FILE = "model.safetensors"
+SHARD_BYTES = 4 * 2**30
 END_OF_TURN = "<|im_end|>"
 
 
@@ -88,7 +89,9 @@ class atomic_folder:
 def load_policy(folder: Path, dtype: str | torch.dtype = "float32") -> torch.nn.Module:
     """The transformers model of ``folder``: in-memory expert layout, sdpa attention, grouped matrix products for experts."""
     from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a bar a rank hides what a run says of itself
     model, info = AutoModelForImageTextToText.from_pretrained(
         folder,
         dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
@@ -107,13 +110,46 @@ def load_policy(folder: Path, dtype: str | torch.dtype = "float32") -> torch.nn.
     return model
 
 
-def write_weights(named_weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write in-memory weights as ``model.safetensors`` in the published layout."""
-    tensors = {
-        name: to_published(name, tensor.detach().cpu()).clone(memory_format=torch.contiguous_format)
-        for name, tensor in named_weights
-    }
-    save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+def write_weights(
+    named_weights: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write in-memory weights in the published layout: one file, or shards and their index above ``shard_bytes``.
+
+    At most one shard is held beside the weights themselves, so a generator of gathered weights can be written as it comes.
+    """
+    folder, shard, shards = Path(folder), {}, []
+    for name, tensor in named_weights:
+        tensor = to_published(name, tensor.detach().cpu()).contiguous()
+        if shard and _bytes(shard) + tensor.nbytes > shard_bytes:
+            shards.append(_write_shard(shard, folder, len(shards)))
+            shard = {}
+        shard[name] = tensor.clone()
+    shards.append(_write_shard(shard, folder, len(shards)))
+    if len(shards) == 1:
+        (folder / _part(0)).rename(folder / WEIGHTS_FILE)
+        return
+    where = {}
+    for number, (names, _) in enumerate(shards):
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / _part(number)).rename(folder / final)
+        where.update(dict.fromkeys(names, final))
+    index = {"metadata": {"total_size": sum(size for _, size in shards)}, "weight_map": where}
+    (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_shard(
+    shard: dict[str, torch.Tensor], folder: Path, number: int
+) -> tuple[list[str], int]:
+    save_file(shard, folder / _part(number), metadata={"format": "pt"})
+    return list(shard), _bytes(shard)
+
+
+def _part(number: int) -> str:
+    return f"part-{number}.safetensors"
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def save_policy(

@@ -17,6 +17,7 @@ from molt_core.models.load import (
     load_policy,
     resolve_checkpoint,
     save_policy,
+    write_weights,
 )
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 
@@ -106,6 +107,18 @@ def test_content_hash_ignores_how_files_are_cut(folder, tmp_path):
         {n: weights[n] for n in names[1::2]}, tmp_path / "two" / "model-00002-of-00002.safetensors"
     )
     assert content_hash(tmp_path / "one") == content_hash(tmp_path / "two")
+
+
+def test_weights_written_in_shards_are_the_same_weights(folder, tmp_path):
+    """Cut into many files with an index, as transformers reads them."""
+    sharded = save_policy({}.items(), folder, tmp_path / "sharded")
+    (sharded / "model.safetensors").unlink()
+    write_weights(load_policy(folder).state_dict().items(), sharded, shard_bytes=200_000)
+    assert len(list(sharded.glob("model-*-of-*.safetensors"))) > 5
+    assert content_hash(sharded) == content_hash(folder)
+    images = _images(1)
+    expected = _logits(load_policy(folder), folder, images)
+    assert torch.equal(_logits(load_policy(sharded), folder, images), expected)
 
 
 def test_only_text_and_the_end_of_turn_may_be_sampled(folder):
