@@ -198,10 +198,10 @@ def _state(folder: Path, attempts: list[Path]) -> tuple[str, str]:
     """(state, reason); the reason is what the last attempt wrote, or where the heart stopped."""
     if (folder / "done.json").is_file():
         return FINISHED, ""
-    if not (folder / "run.json").is_file():
+    if not attempts:
         return NOT_STARTED, "planned, never started"
-    end = attempts[-1] / "end.json" if attempts else None
-    if end is not None and end.is_file():
+    end = attempts[-1] / "end.json"
+    if end.is_file():
         return LOST, str(_read_json(end).get("reason", "ended without a reason"))
     heartbeat = folder / "heartbeat.json"
     if heartbeat.is_file():

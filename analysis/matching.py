@@ -125,12 +125,25 @@ def conformance(pair: Pair) -> Finding:
     passed = {run.folder: run.run.get("conformance", {}).get("passed") for run in runs}
     count = sum(value is True for value in passed.values())
     values = {pair.candidate: f"passed in {count} of {len(runs)} runs"}
+    if runs:
+        values[pair.plan.baseline] = _differences(runs[0].run.get("conformance", {}))
     failed = [folder for folder, value in passed.items() if value is False]
     if failed:
         return Finding(False, values, f"failed in {', '.join(failed)}")
     if not runs or count < len(runs):
         return Finding(None, values, "run.json of some run records no conformance")
     return Finding(True, values, "")
+
+
+def _differences(figures: Mapping[str, Any]) -> str:
+    """The measured differences of a conformance, e.g. "logprob 3.1e-06, loss 7.0e-08"."""
+    pairs = figures.get("pairs", {"": figures}).values()
+    return ", ".join(
+        f"{name.removesuffix('_difference')} {value:.1e}"
+        for pair in pairs
+        for name, value in pair.items()
+        if name.endswith("_difference")
+    )
 
 
 @pair_check(

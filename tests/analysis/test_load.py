@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -48,6 +49,13 @@ def test_a_run_that_died_without_a_word_is_lost_where_its_heart_stopped(tmp_path
 def test_a_planned_run_that_is_absent_is_not_started(tmp_path):
     folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=8, absent=(("megatron", 2),))
     assert load_experiment(folder).of("megatron")[2].state == NOT_STARTED
+
+
+def test_a_run_that_waits_for_its_turn_is_not_started(tmp_path):
+    """Submit writes run.json; only an attempt starts a run."""
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=8, lost={("molt", 1): "x"})
+    shutil.rmtree(next(folder.glob("molt-s1-*")) / "attempts")
+    assert load_experiment(folder).of("molt")[1].state == NOT_STARTED
 
 
 def test_a_step_of_two_attempts_counts_once_as_the_later_saw_it(tmp_path):
