@@ -1,5 +1,7 @@
 """Megatron-Core over several ranks equals one rank, in every layout that is not refused."""
 
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
@@ -54,10 +56,13 @@ def oracle(checkpoint):
 def results(checkpoint, tmp_path_factory):
     """Layout to what each of its ranks saw; all layouts of a world size share one start of its processes."""
     out = tmp_path_factory.mktemp("ranks")
+    multiprocessing.set_forkserver_preload([train.__module__])  # Megatron is imported once
     found = {}
     for world_size, layouts in ((2, TWO_RANKS), (4, FOUR_RANKS)):
         arguments = (world_size, free_port(), checkpoint, MIXED, layouts, out)
-        torch.multiprocessing.spawn(train, arguments, nprocs=world_size)
+        torch.multiprocessing.start_processes(
+            train, arguments, nprocs=world_size, start_method="forkserver"
+        )
         for name in layouts:
             found[name] = [
                 torch.load(out / f"{name}-{rank}.pt", weights_only=False)
