@@ -4,7 +4,9 @@ A patch starts with a header and goes on as a unified diff from the root of the 
 
     Invariant: 6, the objective does not depend on the layout
     Fault: every rank divides by its own tokens
-    Tests: tests/molt_core/test_objective.py::test_one_global_denominator
+    Tests: tests/molt_core/test_objective.py::test_loss_gradient_and_sums_do_not_depend_on_the_split
+    Run: always
 
-``Engine: yes`` in the header marks tests that start a vLLM engine: ``make mutants`` runs them, ``make test`` does not.
+``make mutants`` plants them all. ``Run: always`` in the header adds the fault to ``make test``: one for each kind of damage,
+and only where no engine has to start.
 """

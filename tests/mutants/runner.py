@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,13 @@ class MutantError(RuntimeError):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted fault. ``tests`` are pytest ids, each of which must fail; ``engine``: they start a vLLM engine."""
+    """One planted fault. ``tests`` are pytest ids, each of which must fail; ``always``: planted in ``make test`` too."""
 
     path: Path
     invariant: str
     fault: str
     tests: tuple[str, ...]
-    engine: bool
+    always: bool
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ def read(path: Path) -> Mutant:
     if absent or not separator:
         raise MutantError(f"{path.name}: the header lacks {', '.join(absent) or 'a unified diff'}")
     tests = tuple(fields["Tests"].split())
-    return Mutant(path, fields["Invariant"], fields["Fault"], tests, fields.get("Engine") == "yes")
+    return Mutant(path, fields["Invariant"], fields["Fault"], tests, fields.get("Run") == "always")
 
 
 def mutants() -> list[Mutant]:
@@ -72,19 +73,26 @@ def run_tests(tree: Path, tests: Sequence[str]) -> Mapping[str, str]:
     """Outcome of each of ``tests`` in ``tree``: "passed", "failed" (an assertion or the code under test), or "error"."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     _check_imports(tree, environment)
-    report = tree / "outcome.xml"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"]
-    command += [f"--junitxml={report}", *tests]
-    try:
-        ran = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise MutantError(f"{' '.join(tests)}: no end within {TIMEOUT_S} s") from error
-    if ran.returncode not in (0, 1):
-        raise MutantError(f"pytest could not run {' '.join(tests)}:\n{ran.stdout[-2000:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "outcome.xml"
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"]
+        command += [f"--junitxml={report}", *tests]
+        try:
+            ran = subprocess.run(
+                command,
+                cwd=tree,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MutantError(f"{' '.join(tests)}: no end within {TIMEOUT_S} s") from error
+        if ran.returncode not in (0, 1):
+            raise MutantError(f"pytest could not run {' '.join(tests)}:\n{ran.stdout[-2000:]}")
+        cases = list(ElementTree.parse(report).iter("testcase"))
     outcomes = dict.fromkeys(tests, "passed")
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in cases:
         module = case.get("classname", "").replace(".", "/")
         test = f"{module}.py::{case.get('name', '').split('[')[0]}"
         for tag, outcome in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
