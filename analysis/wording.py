@@ -43,7 +43,7 @@ def margin(endpoint: Endpoint) -> str:
     """The margin as declared: ±0.03 share, or ±10 % (as a ratio)."""
     if endpoint.scale == "ratio":
         return f"±{endpoint.margin * 100:g}\u202f%"
-    return f"±{endpoint.margin:g} {endpoint.unit}"
+    return f"±{endpoint.margin:g} {endpoint.unit}".rstrip()
 
 
 def probability(p: float) -> str:
