@@ -77,4 +77,5 @@ def test_what_pip_check_still_misses_is_left_out_on_purpose():
     missing = set(re.findall(r"requires ([\w-]+), which is not installed", found.stdout))
     clashes = [line for line in found.stdout.splitlines() if "has requirement" in line]
     explained = set(re.findall(r"^#   ([\w-]+): ", LOCK.read_text(), flags=re.MULTILINE))
-    assert (missing, clashes) == (explained, [])
+    assert missing <= explained
+    assert clashes == []
