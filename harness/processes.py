@@ -14,6 +14,8 @@ import time
 
 import psutil
 
+from harness.identity import ROOT
+
 MARK = "MOLT_RUN"
 """Environment variable that holds the identity of the run a process belongs to."""
 
@@ -24,6 +26,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def own_environment() -> dict[str, str]:
+    """The environment of a child that imports the harness, wherever it starts."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def become_subreaper() -> None:

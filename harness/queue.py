@@ -22,10 +22,10 @@ from typing import Annotated
 
 import typer
 
-from harness.identity import ROOT
-from harness.processes import end_leftovers, signalled_when_parent_dies
+from harness.processes import end_leftovers, own_environment, signalled_when_parent_dies
 from harness.run_folder import Busy, RunFolder, hold, read_json, write_json
 from harness.status import is_asked_for, queue_lock
+from harness.sync import end_follower, start_follower
 
 TICK_S = 0.5
 """How often finished jobs are collected and the display drawn."""
@@ -60,20 +60,37 @@ class Queue:
     """Starts what ``queue.json`` asks for. ``work`` returns when nothing is left, or after ``stop``."""
 
     scale_folder: Path
+    tracking_uri: str | None = None
+    """MLflow store to keep up to date meanwhile."""
     jobs: dict[str, Job] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
+    sync_failed: bool = False
 
     def work(self, on_tick: Callable[[], None] = lambda: None) -> None:
         """Raises Busy where another queue works here. ``on_tick`` is called about twice a second."""
-        with hold(queue_lock(self.scale_folder)), self._signals():
-            while True:
-                self._collect()
-                if not self.stopping.is_set():
-                    self._start()
-                on_tick()
-                if not self.jobs and (self.stopping.is_set() or not self._waiting()):
-                    return
-                self.stopping.wait(TICK_S) if not self.stopping.is_set() else self._join()
+        with ExitStack() as after:
+            with hold(queue_lock(self.scale_folder)), self._signals():
+                if self.tracking_uri is not None:
+                    follower = start_follower(self.scale_folder, self.tracking_uri)
+                    after.callback(self._end_follower, follower)
+                while self._step(on_tick):
+                    pass
+
+    def _step(self, on_tick: Callable[[], None]) -> bool:
+        """Collect, start, show, wait a tick. False when there is nothing left to do."""
+        self._collect()
+        if self.stopping.is_set():
+            self._end_jobs()
+        else:
+            self._start()
+        on_tick()
+        if not self.jobs and (self.stopping.is_set() or not self._waiting()):
+            return False
+        self.stopping.wait(TICK_S)
+        return True
+
+    def _end_follower(self, follower: subprocess.Popen) -> None:
+        self.sync_failed = end_follower(follower) != 0
 
     def _waiting(self) -> list[RunFolder]:
         queue = read_json(self.scale_folder / "queue.json") or {"order": [], "work": {}}
@@ -109,13 +126,12 @@ class Queue:
         queue = read_json(self.scale_folder / "queue.json") or {"work": {}}
         return queue["work"].get(name, -1)
 
-    def _join(self) -> None:
-        """After a stop: tell the jobs once, then wait for the first to end."""
+    def _end_jobs(self) -> None:
         for job in self.jobs.values():
-            if job.process.poll() is None:
-                job.process.send_signal(signal.SIGTERM)
+            job.process.terminate()
         for job in self.jobs.values():
             job.process.wait()
+        self._collect()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -133,14 +149,13 @@ class Queue:
 
 def start_job(folder: RunFolder) -> subprocess.Popen:
     """``python -m harness.job`` in a session of its own, so that Ctrl-C reaches the queue and not the job."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with open(folder.path / "job.log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "harness.job", str(folder.path.resolve())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
+            env=own_environment(),
             start_new_session=True,
             preexec_fn=lambda: signalled_when_parent_dies(signal.SIGTERM),
         )
@@ -167,16 +182,17 @@ def take_cores(count: int) -> ExitStack | None:
     return None
 
 
-def start_detached(scale_folder: Path) -> int:
+def start_detached(scale_folder: Path, tracking_uri: str | None) -> int:
     """Start a queue that outlives this terminal; returns its process id."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = [str(scale_folder.resolve())]
+    arguments += ["--tracking-uri", tracking_uri] if tracking_uri is not None else []
     with open(scale_folder / "queue.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "harness.queue", str(scale_folder.resolve())],
+            [sys.executable, "-m", "harness.queue", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
+            env=own_environment(),
             start_new_session=True,
         )
     return process.pid
@@ -184,10 +200,11 @@ def start_detached(scale_folder: Path) -> int:
 
 def main(
     scale_folder: Annotated[Path, typer.Argument(help="runs/<experiment>/<scale>")],
+    tracking_uri: Annotated[str | None, typer.Option(help="MLflow store to keep current")] = None,
 ) -> None:
     """Work what is asked for in a folder of runs, then end."""
     try:
-        Queue(scale_folder).work()
+        Queue(scale_folder, tracking_uri).work()
     except Busy as error:
         typer.echo(f"a queue works here already: {error}")
 

@@ -57,12 +57,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def hold(path: Path, **about: Any) -> Iterator[None]:
-    """Hold the lock file ``path`` while the block runs. Raises Busy, naming the holder, where it is taken."""
+def hold(path: Path, *, wait: bool = False, **about: Any) -> Iterator[None]:
+    """Hold the lock file ``path`` while the block runs. Raises Busy, naming the holder, where it is taken and not ``wait``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
+        how = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
         try:
-            fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
+            fcntl.fcntl(file, how, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
         except (BlockingIOError, PermissionError) as error:
             raise Busy(f"{path} is held by {describe_holder(path)}") from error
         file.truncate()

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from harness.expand import Expansion, Run, arms_difference, protocol_of
 from harness.run_folder import is_held
-from harness.status import RunStatus, duration, queue_lock, read_statuses, table
+from harness.status import RunStatus, duration, queue_lock, read_statuses, reasons, table
 
 PLAIN_EVERY_S = 20.0
 """Seconds between progress lines where the output is not a terminal."""
@@ -128,6 +128,8 @@ def ended(console: Console, expansion: Expansion, statuses: list[RunStatus]) -> 
     done = sum(status.state == "DONE" for status in statuses)
     where = f"{expansion.experiment.name}/{expansion.scale.name}"
     console.print(table(statuses, f"{where}: {done} of {len(statuses)} runs done"))
+    for reason in reasons(statuses, expansion.folder):
+        console.print(reason, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -237,7 +239,11 @@ class _PlainLines:
         parts = [f"[{done}/{len(statuses)}]", status.run, status.state.lower()]
         if status.state == "RUNNING":
             left = time_left_s(statuses)
-            parts += [_numbers(status), f"{duration(status.left_s)} left"]
+            parts.append(_numbers(status))
+            if status.left_s is None:
+                parts.append(f"for {duration(status.elapsed_s)}")
+            else:
+                parts.append(f"{duration(status.left_s)} left")
             parts += [] if left is None else [f"(all: {duration(left)})"]
         elif status.state == "DONE":
             parts.append(f"in {duration(status.elapsed_s)}")

@@ -149,9 +149,9 @@ def duration(seconds: float | None) -> str:
 def table(statuses: list[RunStatus], title: str) -> Table:
     """For a terminal."""
     shown = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
-    for column in ("run", "state", "phase", "step", "reward", "took", "left", "attempt", "why"):
-        right = column in ("step", "reward", "took", "left", "attempt")
-        shown.add_column(column, justify="right" if right else "left", no_wrap=column != "why")
+    for column in ("run", "state", "phase", "step", "reward", "took", "left", "attempt"):
+        right = column not in ("run", "state", "phase")
+        shown.add_column(column, justify="right" if right else "left", no_wrap=True)
     for status in statuses:
         step = "-" if status.step is None else str(status.step)
         shown.add_row(
@@ -163,9 +163,17 @@ def table(statuses: list[RunStatus], title: str) -> Table:
             duration(status.elapsed_s),
             duration(status.left_s),
             str(status.attempt or "-"),
-            status.why,
         )
     return shown
+
+
+def reasons(statuses: list[RunStatus], folder: Path) -> list[str]:
+    """For each run that ended otherwise: why, and where to read on."""
+    return [
+        f"{s.run} {s.state}: {s.why}\n    {folder / s.run}/attempts/{s.attempt:02d}/output.log"
+        for s in statuses
+        if s.why
+    ]
 
 
 def main(
@@ -185,9 +193,11 @@ def main(
     if as_json:
         print(json.dumps({name: [asdict(s) for s in all_] for name, all_ in found.items()}))
         return
-    for name, statuses in found.items():
+    for folder, (name, statuses) in zip(folders, found.items()):
         done = sum(status.state == "DONE" for status in statuses)
-        console.print(table(statuses, f"{name}: {done} of {len(statuses)} done"))
+        console.print(table(statuses, f"{name}: {done} of {len(statuses)} runs done"))
+        for reason in reasons(statuses, folder):
+            console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

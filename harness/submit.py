@@ -26,6 +26,7 @@ from harness.queue import Queue, ask, start_detached
 from harness.run_folder import Busy, RunFolder, describe_holder, is_held
 from harness.spec import load
 from harness.status import queue_lock, read_status, read_statuses
+from harness.sync import default_uri
 
 EXIT_REFUSED, EXIT_LOST, EXIT_INTERRUPTED = 2, 1, 130
 
@@ -123,35 +124,40 @@ def main(
     show.submitted(console, expansion, start, leave)
     if as_json:
         print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))
-    code = _run_here(console, expansion, start, wait)
+    code = run_here(console, expansion, start, wait, tracking_uri or default_uri(runs))
     raise typer.Exit(code)
 
 
-def _run_here(console: Console, expansion: Expansion, start: list[str], wait: bool) -> int:
+def run_here(console: Console, expansion: Expansion, start: list[str], wait: bool, uri: str) -> int:
     """The queue of this machine, in the foreground or detached. Returns the exit code."""
-    folder = expansion.folder
-    if start and is_held(queue_lock(folder)):
-        console.print(
-            f"A queue works here already ({describe_holder(queue_lock(folder))}) and takes them on."
-        )
-    elif start and not wait:
-        pid = start_detached(folder)
+    folder, lock = expansion.folder, queue_lock(expansion.folder)
+    if start and not wait and not is_held(lock):
+        pid = start_detached(folder, uri)
         console.print(f"A queue works them in the background (process {pid}).")
-    if start and wait:
-        queue = Queue(folder)
+    if not wait:
+        if is_held(lock):
+            console.print(f"A queue works here already ({describe_holder(lock)}).")
+        console.print(f"Watch: python -m harness.status {expansion.experiment.name}")
+        return 0
+    if start or is_held(lock):
+        queue = Queue(folder, uri)
         with show.board(console, folder) as draw:
             try:
                 queue.work(draw)
-            except Busy:
-                console.print("Following the queue that works here; Ctrl-C ends the watching only.")
+            except Busy as error:
+                console.print(f"Following: {error}. Ctrl-C ends the watching only.")
                 show.follow(folder, draw)
+        if queue.sync_failed:
+            console.print(
+                f"MLflow is behind: see {folder}/sync.log; python -m harness.sync mends it."
+            )
         if queue.stopping.is_set():
             console.print("Stopped. Nothing is lost: the same command goes on from here.")
             return EXIT_INTERRUPTED
     statuses = read_statuses(folder)
     show.ended(console, expansion, statuses)
     wanted = {run.name for run in expansion.runs}
-    return EXIT_LOST if wait and any(s.state != "DONE" for s in statuses if s.run in wanted) else 0
+    return EXIT_LOST if any(s.state != "DONE" for s in statuses if s.run in wanted) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""Stop runs:  python -m harness.cancel [FILTER] [--experiment NAME] [--scale S] [--runs DIR]
+
+Without FILTER everything stops: queues first, then what still works. With it, the runs whose name contains FILTER; the queue
+goes on with the others. Nothing is deleted: a cancelled run is KILLED, and the next submit goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.queue import withdraw
+from harness.run_folder import RunFolder, holder, is_held, read_json, run_folders, scale_folders
+from harness.status import is_asked_for, queue_lock
+
+WAIT_S = 30.0
+"""How long a job may take to end everything below it."""
+POLL_S = 0.1
+
+
+class CannotStop(RuntimeError):
+    """A process that cannot be signalled from here, or that does not end; the message says what to do."""
+
+
+def stop_holder(lock: Path) -> bool:
+    """End the process that holds ``lock`` and wait until the lock is free. False where nobody held it."""
+    if not is_held(lock):
+        return False
+    about = holder(lock)
+    if about["host"] != socket.gethostname():
+        raise CannotStop(
+            f"{lock.parent.name} is worked by process {about['pid']} on {about['host']}; cancel it there"
+        )
+    os.kill(about["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + WAIT_S
+    while is_held(lock):
+        if time.monotonic() > deadline:
+            raise CannotStop(
+                f"process {about['pid']} of {lock.parent.name} does not end; see its log"
+            )
+        time.sleep(POLL_S)
+    return True
+
+
+def cancel(scale_folder: Path, pattern: str | None) -> tuple[list[str], list[str]]:
+    """(names of runs that were stopped, names that were waiting and now are not)."""
+    queue = scale_folder / "queue.json"
+    folders = [f for f in run_folders(scale_folder) if pattern is None or pattern in f.name]
+    working = [folder for folder in folders if folder.is_working()]
+    waiting = [folder.name for folder in folders if _waits(queue, folder)]
+    withdraw(scale_folder, None if pattern is None else [folder.name for folder in folders])
+    if pattern is None:
+        stop_holder(queue_lock(scale_folder))
+    for folder in working:
+        stop_holder(folder.lock)
+    return [folder.name for folder in working], waiting
+
+
+def _waits(queue: Path, folder: RunFolder) -> bool:
+    asked = read_json(queue) or {"work": {}}
+    return not folder.is_working() and is_asked_for(folder, asked["work"])
+
+
+def main(
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="[FILTER]", help="runs whose name contains this")
+    ] = None,
+    experiment: Annotated[str | None, typer.Option(help="only of this experiment")] = None,
+    scale: Annotated[str | None, typer.Option(help="only of this scale")] = None,
+    runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+) -> None:
+    """Stop runs, with every process below them."""
+    try:
+        for folder in scale_folders(runs, experiment, scale):
+            stopped, dropped = cancel(folder, pattern)
+            for name in stopped:
+                typer.echo(f"{name}: stopped")
+            for name in dropped:
+                typer.echo(f"{name}: waits no longer")
+            if not stopped and not dropped:
+                typer.echo(f"{folder.parent.name}/{folder.name}: nothing to stop")
+    except (FileNotFoundError, CannotStop) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,86 @@
+"""Runs come from the file alone: once each, interleaved, with what they wait for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.expand import arms_difference, expand, flatten, interleaved
+from harness.spec import load
+from tests.harness.test_spec import write
+
+
+@pytest.fixture
+def expansion(tmp_path):
+    return expand(load(write(tmp_path)), "here", tmp_path / "runs", base=tmp_path, write=False)
+
+
+def test_every_system_meets_every_seed_once(expansion):
+    pairs = sorted((run.system, run.seed) for run in expansion.replicates)
+    assert pairs == [("ours", 0), ("ours", 1), ("theirs", 0), ("theirs", 1)]
+
+
+def test_arms_alternate_in_blocks_of_one_seed(tmp_path):
+    experiment = load(write(tmp_path, "seeds: [0, 1]", f"seeds: {list(range(40))}"))
+    order = list(interleaved(experiment, experiment.scales["here"]))
+    blocks = [order[n : n + 2] for n in range(0, 80, 2)]
+    assert all({system for system, _ in block} == {"ours", "theirs"} for block in blocks)
+    assert [block[0][1] for block in blocks] == list(range(40))
+    first = sum(block[0][0] == "ours" for block in blocks)
+    assert 8 <= first <= 32  # random, and 1 - 2e-5 sure of a fair coin
+
+
+def test_the_order_is_the_same_each_time(tmp_path):
+    experiment = load(write(tmp_path))
+    orders = [list(interleaved(experiment, experiment.scales["here"])) for _ in range(3)]
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_runs_wait_for_the_warm_up_and_their_pairs_conformance(expansion):
+    warmup, conformance = expansion.runs[:2]
+    assert (warmup.kind, conformance.kind) == ("warmup", "conformance")
+    assert warmup.needs == ()
+    assert conformance.needs == (warmup.name,)
+    assert all(run.needs == (warmup.name, conformance.name) for run in expansion.replicates)
+
+
+def test_conformance_runs_both_arms_trainers(expansion):
+    conformance = expansion.runs[1]
+    assert conformance.config.trainer.world_size == 1
+    assert conformance.against.trainer.world_size == 2
+
+
+def test_no_run_is_chosen_without_what_it_needs(expansion):
+    chosen = expansion.select("theirs-s1")
+    assert [run.kind for run in chosen] == ["warmup", "conformance", "train"]
+    with pytest.raises(ValueError, match="no run's name contains it"):
+        expansion.select("nobody")
+
+
+def test_the_plan_names_the_replicates_in_their_order(expansion):
+    plan = expansion.plan()
+    assert plan.order == tuple(run.name for run in expansion.replicates)
+    assert plan.baseline == "theirs"
+    assert plan.identities[plan.order[0]].identity == expansion.replicates[0].identity
+
+
+def test_the_arms_differ_in_what_the_file_says(tmp_path):
+    difference = arms_difference(load(write(tmp_path)).scales["here"])
+    assert difference == {"world_size": {"ours": 1, "theirs": 2}}
+
+
+def test_a_published_model_needs_no_warm_up():
+    path = Path(__file__).resolve().parents[2] / "experiments" / "moe_vl.yaml"
+    expansion = expand(load(path), "h100x16", Path("runs"), base=path.parent, write=False)
+    assert expansion.warmup is None
+    assert len(expansion.replicates) == 10
+
+
+def test_nothing_is_written_where_nothing_shall_be(tmp_path, expansion):
+    assert expansion.folder == tmp_path / "runs" / "small" / "here"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_flatten_joins_keys_with_dots():
+    assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": {}}) == {"a.b": 1, "a.c.d": [2]}

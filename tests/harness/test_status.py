@@ -1,0 +1,126 @@
+"""Status is read from the folder alone, says what is true, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.queue import ask
+from harness.run_folder import hold, tail_records, write_json
+from harness.status import (
+    duration,
+    queue_lock,
+    read_status,
+    read_statuses,
+)
+from tests.harness.test_job import until
+
+SLOW = """
+for step in range(1, steps + 1):
+    record(step, wall_s=0.5, reward_mean=0.25)
+    beat("training", step)
+    if step == 3:
+        time.sleep(600)
+"""
+
+
+def test_before_during_and_after(make_run, job_command):
+    folder = make_run(body=SLOW, steps=10)
+    assert read_status(folder).state == "PLANNED"
+    job = subprocess.Popen(job_command(folder))
+    status = until(lambda: (s := read_status(folder)).step == 3 and s)
+    assert (status.state, status.phase, status.steps, status.attempt) == (
+        "RUNNING",
+        "training",
+        10,
+        1,
+    )
+    assert status.left_s == pytest.approx(7 * 0.5)  # steps left x seconds a step
+    job.terminate()
+    job.wait(30)
+    status = read_status(folder)
+    assert (status.state, status.step) == ("KILLED", 3)
+    assert "SIGTERM" in status.why
+
+
+def test_a_job_killed_outright_is_killed_and_not_running(make_run, job_command):
+    folder = make_run(body=SLOW, steps=10)
+    job = subprocess.Popen(job_command(folder))
+    until(lambda: read_status(folder).step == 3)
+    job.kill()
+    job.wait()
+    status = read_status(folder)
+    assert (status.state, status.why) == ("KILLED", "its job was killed without a word")
+
+
+def test_the_heartbeat_of_an_earlier_attempt_is_not_this_ones(make_run, job_command):
+    folder = make_run(body="time.sleep(600)", steps=10)
+    write_json(
+        folder.path / "heartbeat.json",
+        {"phase": "training", "step": 9, "time_unix": time.time() - 60},
+    )
+    job = subprocess.Popen(job_command(folder))
+    status = until(lambda: (s := read_status(folder)).state == "RUNNING" and s.elapsed_s and s)
+    assert (status.phase, status.step) == ("starting", 0)
+    job.terminate()
+    job.wait(30)
+
+
+def test_done_is_done_json_and_nothing_else(make_run):
+    folder = make_run()
+    write_json(folder.path / "heartbeat.json", {"phase": "finished", "step": 3, "time_unix": 0})
+    assert read_status(folder).state == "PLANNED"
+    write_json(folder.path / "done.json", {"attempt": 1, "summary": {"reward_mean_last10": 0.5}})
+    status = read_status(folder)
+    assert (status.state, status.reward_mean) == ("DONE", 0.5)
+
+
+def test_a_run_waits_only_while_a_queue_lives(make_run):
+    folder = make_run()
+    scale = folder.path.parent
+    ask(scale, [folder.name], [folder.name])
+    assert [s.state for s in read_statuses(scale)] == ["PLANNED"]
+    with hold(queue_lock(scale)):
+        assert [s.state for s in read_statuses(scale)] == ["WAITING"]
+
+
+def test_runs_are_listed_in_the_order_of_the_submit(make_run):
+    names = ["molt-s1-00000000", "molt-s0-00000000", "warmup-00000000"]
+    scale = [make_run(name) for name in names][0].path.parent
+    ask(scale, names[::-1], [])
+    assert [s.run for s in read_statuses(scale)] == names[::-1]
+
+
+def test_the_command_line_prints_a_table_or_json(make_run):
+    folder = make_run()
+    scale = folder.path.parent
+    ask(scale, [folder.name], [])
+    command = [sys.executable, "-m", "harness.status", "--runs", str(scale.parents[1])]
+    assert folder.name in subprocess.run(command, capture_output=True, text=True).stdout
+    data = json.loads(subprocess.run([*command, "--json"], capture_output=True).stdout)
+    assert data["experiment/tiny"][0]["state"] == "PLANNED"
+    absent = subprocess.run([*command, "nothing"], capture_output=True, text=True)
+    assert absent.returncode == 2
+    assert "there is experiment/tiny" in absent.stdout
+
+
+def test_the_tail_is_the_last_whole_records(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(f'{{"step": {n}, "pad": "{"x" * 50}"}}\n' for n in range(100)) + '{"step": 1'
+    )
+    assert [record["step"] for record in tail_records(path, 3)] == [97, 98, 99]
+    small = [record["step"] for record in tail_records(path, 30, block=64)]
+    assert small == list(range(70, 100))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (7.4, "7 s"), (65, "1:05"), (59.6, "1:00"), (7384, "2:03:04")],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text

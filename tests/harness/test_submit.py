@@ -1,0 +1,305 @@
+"""Submitting starts what is missing, once; the queue works it in order and survives what happens to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from analysis.plan import Plan
+from harness import submit as submit_module
+from harness.expand import expand
+from harness.processes import own_environment
+from harness.queue import Queue, ask, take_cores, withdraw
+from harness.run_folder import RunFolder, is_held, write_json
+from harness.spec import load
+from harness.status import queue_lock
+from harness.submit import choose_scale, sort_out, submit
+from tests.harness.conftest import TRAIN
+from tests.harness.test_job import is_alive, until
+from tests.harness.test_spec import write
+
+ROOT = Path(__file__).resolve().parents[2]
+FOREVER = "beat('training', 1)\n(run / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def expansion(tmp_path):
+    return expand(load(write(tmp_path)), "here", tmp_path / "runs", base=tmp_path)
+
+
+def command_line(*arguments: str) -> tuple[int, str]:
+    import typer
+
+    app = typer.Typer()
+    app.command()(submit_module.main)
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def in_scale(folder: RunFolder) -> Path:
+    return folder.path.parent
+
+
+# What a submit writes
+
+
+def test_a_submit_freezes_the_plan_and_describes_every_run(expansion):
+    start, leave = submit(expansion, expansion.runs)
+    assert Plan.load(expansion.folder / "plan.json").order == tuple(
+        run.name for run in expansion.replicates
+    )
+    assert start == [run.name for run in expansion.runs] and leave == []
+    run = RunFolder(expansion.folder / expansion.replicates[0].name).run
+    assert run["identity"] == expansion.replicates[0].identity
+    assert run["config"]["trainer"] == expansion.replicates[0].config.trainer.model_dump(
+        mode="json"
+    )
+    assert (
+        expansion.folder / expansion.replicates[0].name / run["code_path"] / "molt_core"
+    ).is_dir()
+
+
+def test_the_written_configuration_is_the_resolved_one(expansion):
+    from molt_core.config import load_run_config
+
+    submit(expansion, expansion.runs)
+    run = expansion.replicates[-1]
+    assert load_run_config(expansion.folder / run.name / "config.yaml") == run.config
+
+
+def test_a_second_submit_rewrites_nothing(expansion):
+    submit(expansion, expansion.runs)
+    before = {p: p.read_bytes() for p in expansion.folder.rglob("*.json") if p.name != "queue.json"}
+    submit(expansion, expansion.runs)
+    assert {p: p.read_bytes() for p in before} == before
+
+
+@pytest.mark.parametrize(
+    ("state", "retry", "starts"),
+    [
+        ("KILLED", False, True),
+        ("CONFIG", False, True),
+        ("BLOCKED", False, True),
+        ("FAILED", False, False),
+        ("FAILED", True, True),
+        ("TIMEOUT", True, True),
+        ("HANG", True, False),
+        ("DIVERGED", True, False),
+    ],
+)
+def test_interrupted_runs_go_on_and_outcomes_stand(expansion, state, retry, starts):
+    submit(expansion, expansion.runs)
+    run = expansion.replicates[0]
+    attempt = expansion.folder / run.name / "attempts" / "01"
+    write_json(attempt / "end.json", {"state": state, "reason": f"{state}: x", "duration_s": 1.0})
+    start, leave = sort_out(expansion.folder, [run], retry)
+    assert (start == [run.name]) is starts
+    assert (run.name in dict(leave)) is not starts
+
+
+def test_done_runs_are_left_alone(expansion):
+    submit(expansion, expansion.runs)
+    run = expansion.replicates[0]
+    write_json(expansion.folder / run.name / "done.json", {"attempt": 1})
+    start, leave = sort_out(expansion.folder, expansion.runs, retry=True)
+    assert run.name not in start
+    assert dict(leave)[run.name] == "DONE"
+
+
+# The command line
+
+
+def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path):
+    code, shown = command_line(
+        str(write(tmp_path)), "--dry-run", "--runs", str(tmp_path / "runs"), "--scale", "here"
+    )
+    assert code == 0
+    expansion = expand(
+        load(tmp_path / "small.yaml"), "here", tmp_path / "runs", base=Path.cwd(), write=False
+    )
+    for text in ("world_size", "Nobody would notice less.", *(run.name for run in expansion.runs)):
+        assert text in shown
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["small.yaml"]
+
+
+def test_the_clusters_scale_dry_runs_without_a_cluster(tmp_path):
+    code, shown = command_line(
+        str(ROOT / "experiments" / "moe_vl.yaml"),
+        "--dry-run",
+        "--scale",
+        "h100x16",
+        "--runs",
+        str(tmp_path / "runs"),
+    )
+    assert code == 0
+    assert "Qwen/Qwen3-VL-30B-A3B-Instruct" in shown
+    assert "2 nodes x 8 cuda" in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_stops_before_anything_is_written(tmp_path):
+    path = write(tmp_path, "    margin: 0.05\n", "")
+    code, shown = command_line(str(path), "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert "endpoints[0].margin: is missing" in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_scale_that_does_not_fit_here_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(submit_module.shutil, "which", lambda name: None)
+    path = write(tmp_path, "  there:", "  there:\n    resources: {nodes: 2}")
+    code, shown = command_line(str(path), "--scale", "there", "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert "no Slurm here" in shown and "--scale here" in shown
+
+
+def test_the_default_scale_is_for_machines_without_slurm(tmp_path):
+    experiment = load(write(tmp_path))
+    assert choose_scale(experiment, None, cluster=False) == "here"
+    assert choose_scale(experiment, "there", cluster=False) == "there"
+    with pytest.raises(ValueError, match="give --scale"):
+        choose_scale(experiment, None, cluster=True)
+    with pytest.raises(ValueError, match="has here, there"):
+        choose_scale(experiment, "everywhere", cluster=False)
+
+
+# The queue
+
+
+def test_the_queue_respects_needs_and_one_failure_stops_no_other(make_run):
+    warmup = make_run(
+        "warmup-00000000",
+        "(run / 'checkpoint').mkdir(); "
+        "(run / 'checkpoint' / 'warmup.json').write_text('{\"content_hash\": \"cafe\"}')",
+        kind="warmup",
+    )
+    broken = make_run("molt-s0-00000000", "raise ValueError('x')", needs=(warmup.name,))
+    whole = make_run("molt-s1-00000000", TRAIN, needs=(warmup.name,))
+    names = [broken.name, whole.name, warmup.name]
+    ask(in_scale(whole), names, names)
+    Queue(in_scale(whole)).work()
+    assert broken.end["state"] == "FAILED"
+    assert whole.done is not None
+    assert whole.run["warmup_content_hash"] == "cafe"
+
+
+def test_a_failed_warm_up_stops_what_depends_on_it_with_the_reason(make_run):
+    warmup = make_run("warmup-00000000", "sys.exit('no images')", kind="warmup")
+    run = make_run("molt-s0-00000000", needs=(warmup.name,))
+    ask(in_scale(run), [warmup.name, run.name], [warmup.name, run.name])
+    Queue(in_scale(run)).work()
+    assert run.end["reason"] == (
+        "BLOCKED: needs warmup-00000000, which ended FAILED: exit code 1: no images"
+    )
+
+
+def test_never_more_runs_than_the_machine_has_cores_for(make_run):
+    body = """
+here = list(run.parent.glob("*/working"))
+(run / "working").touch()
+time.sleep(0.6)
+(run / "met").write_text(str(len(here)))
+(run / "working").unlink()
+record(steps)
+"""
+    every = len(os.sched_getaffinity(0))
+    runs = [make_run(f"molt-s{n}-00000000", body, cpus_per_node=every) for n in range(3)]
+    names = [run.name for run in runs]
+    ask(in_scale(runs[0]), names, names)
+    Queue(in_scale(runs[0])).work()
+    assert [(run.path / "met").read_text() for run in runs] == ["0", "0", "0"]
+
+
+def test_cores_are_shared_by_all_queues_of_a_user():
+    every = len(os.sched_getaffinity(0))
+    held = take_cores(every)
+    assert take_cores(1) is None
+    held.close()
+    with take_cores(1000 * every):  # a run for a larger machine takes the whole of this one
+        assert take_cores(1) is None
+
+
+def test_a_run_is_attempted_once_for_each_time_it_is_asked_for(make_run):
+    folder = make_run(body="sys.exit(1)")
+    for attempts in (1, 2):
+        ask(in_scale(folder), [folder.name], [folder.name])
+        Queue(in_scale(folder)).work()
+        assert len(folder.attempts) == attempts
+
+
+def test_what_is_withdrawn_is_not_started(make_run):
+    first, second = make_run("molt-s0-00000000"), make_run("molt-s1-00000000")
+    names = [first.name, second.name]
+    ask(in_scale(first), names, names)
+    withdraw(in_scale(first), [first.name])
+    Queue(in_scale(first)).work()
+    assert first.attempts == [] and second.done is not None
+
+
+def queue_process(scale: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "harness.queue", str(scale)], env=own_environment()
+    )
+
+
+def start_stuck(make_run) -> tuple[RunFolder, subprocess.Popen, int]:
+    """A queue whose run goes on for ever; the queue and the run's process."""
+    folder = make_run(
+        body=f"if attempt == 1:\n    {FOREVER.strip().replace(chr(10), chr(10) + '    ')}\n{TRAIN}"
+    )
+    ask(in_scale(folder), [folder.name], [folder.name])
+    queue = queue_process(in_scale(folder))
+    until((folder.path / "pid").exists)
+    return folder, queue, int(until((folder.path / "pid").read_text))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_queue_that_ends_leaves_nothing_running_and_the_next_goes_on(make_run, number):
+    folder, queue, pid = start_stuck(make_run)
+    queue.send_signal(number)
+    queue.wait(30)
+    until(lambda: not is_alive(pid) and not folder.is_working())
+    assert folder.end["state"] == "KILLED"
+    ask(in_scale(folder), [folder.name], [folder.name])
+    Queue(in_scale(folder)).work()
+    assert folder.done["attempt"] == 2
+
+
+def test_a_second_queue_leaves_the_work_to_the_first(make_run):
+    folder, queue, _ = start_stuck(make_run)
+    second = queue_process(in_scale(folder))
+    assert second.wait(30) == 0
+    assert len(folder.attempts) == 1
+    assert is_held(queue_lock(in_scale(folder)))
+    queue.terminate()
+    queue.wait(30)
+
+
+def test_a_run_that_is_added_while_the_queue_works_is_taken_on(make_run):
+    first = make_run("molt-s0-00000000", "time.sleep(1.5)\nrecord(steps)\n")
+    ask(in_scale(first), [first.name], [first.name])
+    queue = queue_process(in_scale(first))
+    until(lambda: first.attempts)
+    second = make_run("molt-s1-00000000")
+    ask(in_scale(first), [first.name, second.name], [second.name])
+    queue.wait(30)
+    assert first.done is not None and second.done is not None
+
+
+def test_json_names_what_was_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(submit_module, "run_here", lambda *_: 0)
+    monkeypatch.setattr(submit_module.preflight, "problems", lambda *_, **__: [])
+    code, shown = command_line(
+        str(write(tmp_path)), "--scale", "here", "--runs", str(tmp_path / "runs"), "--json"
+    )
+    assert code == 0
+    data = json.loads(next(line for line in shown.splitlines() if line.startswith("{")))
+    assert len(data["start"]) == 6
+    assert Path(data["folder"]).is_dir()
