@@ -112,12 +112,13 @@ def training(result: StepResult, clip_norm: float) -> dict[str, float]:
 def probe(result: ProbeResult) -> dict[str, float]:
     """|trainer - engine| log-probability of the probe's tokens; tied ones are counted and left out."""
     differences = result.differences.astype(np.float64)
-    return {
+    counts = {"mismatch_tokens": len(differences), "tokens_router_tied": result.tied}
+    if not len(differences):
+        return counts
+    return counts | {
         "mismatch_mean": float(differences.mean()),
         "mismatch_p99": float(np.quantile(differences, 0.99)),
         "mismatch_max": float(differences.max()),
-        "mismatch_tokens": len(differences),
-        "tokens_router_tied": result.tied,
     }
 
 

@@ -80,7 +80,12 @@ class MegatronCoreBackend:
         load_weights(self._entries, dict(policy.named_parameters()))
         self.ddp = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=self.data_size > 1,
+                overlap_param_gather=self.data_size > 1,
+            ),
             self.model,
         )
         self.optimizer = self._build_optimizer(optimizer, dtype)
@@ -97,6 +102,7 @@ class MegatronCoreBackend:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            overlap_param_gather=self.data_size > 1,
         )
         undecayed = ParamPredicate("undecayed", lambda p: not decays(p.dim(), optimizer))
         with self._in_optimizer():
@@ -115,7 +121,7 @@ class MegatronCoreBackend:
     def router_gap(self) -> torch.Tensor | None:
         gaps = []
         for router in self.model.routers:
-            best = router.last_logits.float().softmax(-1).topk(router.topk + 1, dim=-1).values
+            best = router.last_logits.float().topk(router.topk + 1, dim=-1).values
             gaps.append(best[..., -2] - best[..., -1])
         gap = torch.stack(gaps).amin(0)
         if self.model.config.sequence_parallel:
@@ -141,6 +147,8 @@ class MegatronCoreBackend:
         return float(norm)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # Stepped parts are gathered by the next forward, which may not have been yet.
+        self.ddp.start_param_sync(force_sync=True)
         for entry in self._entries:
             yield from zip(entry.names, entry.whole())
 

@@ -218,10 +218,10 @@ class VisionLanguageModel(MegatronModule):
 
     def _embed(self, batch: MicroBatch) -> torch.Tensor:
         """Embeddings with image features in place; sets every layer's deepstack features."""
-        embedded = self.language_model.embedding(batch.token_ids, None)
         has_images = batch.patches is not None
         patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(self.visual)
-        features = self.visual(patches.to(embedded.dtype), grid_thw=grid, return_dict=True)
+        features = self.visual(patches.to(self.visual.dtype), grid_thw=grid, return_dict=True)
+        embedded = self.language_model.embedding(batch.token_ids, None)
         rows, columns = batch.image_mask.nonzero(as_tuple=True)
         deltas = []
         if has_images:

@@ -31,6 +31,10 @@ HIDDEN, EXPERT, HEAD_DIM, PATCH = 64, 96, 32, 8
 VOCABULARY = 384
 """Rows of the embedding: more than the tokenizer has, as in the published models; the surplus must never be sampled."""
 
+ROUTER_STD = 0.25
+"""Routers start decided, as in a trained model: near-uniform scores would tie within rounding at every twentieth token, and
+a tie leaves nothing to compare between trainer and engine."""
+
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -176,7 +180,7 @@ def _processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
 
 @torch.no_grad()
 def _initialise(model: torch.nn.Module, seed: int) -> None:
-    """Norms one, biases zero, everything else N(0, 0.02^2), drawn in the order of names.
+    """Norms one, biases zero, routers N(0, ROUTER_STD^2), everything else N(0, 0.02^2), drawn in the order of names.
 
     Written out rather than left to the library, so that the seed alone decides the tensors.
     """
@@ -187,7 +191,8 @@ def _initialise(model: torch.nn.Module, seed: int) -> None:
         elif parameter.dim() == 1:
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, 0.02, generator=generator)
+            std = ROUTER_STD if name.endswith("mlp.gate.weight") else 0.02
+            parameter.normal_(0.0, std, generator=generator)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ class TrainBackend(Protocol):
     def router_gap(self) -> torch.Tensor | None:
         """``[B, T]`` float32 for the last forward: least (k-th minus (k+1)-th) router score over the layers.
 
-        Router score: the router's softmax probability, float32. None where the model has no router.
+        Router score: the router's logit, float32 (a gap between logits, unlike one between probabilities, does not shrink
+        where the router is sure). None where the model has no router.
         """
         ...
 

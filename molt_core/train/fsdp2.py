@@ -131,7 +131,7 @@ class FSDP2Backend:
             return None
         gaps = []
         for logits in self._router_logits:
-            best = logits.float().softmax(-1).topk(self._top_k + 1, dim=-1).values
+            best = logits.float().topk(self._top_k + 1, dim=-1).values
             gaps.append(best[:, -2] - best[:, -1])
         return torch.stack(gaps).amin(0).view(self._shape)
 
