@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,21 +18,26 @@ from tests.harness.trainer_cases import (
     advantages,
     backend_step,
     backend_training,
+    context_only,
     token_logprobs,
     trajectories,
 )
 
 
 def share(checkpoint: Path, images_per_row: tuple[int, ...], data_rank: int, data_size: int):
-    """This rank's micro-batches of two rows: (rows, advantages). Rows with the fewest images come first."""
+    """This rank's two micro-batches: (rows, advantages). Rows with the fewest images go to the first data rank.
+
+    Its second micro-batch has no sampled token at all; the other ranks' rows are halved.
+    """
     rows = trajectories(checkpoint, images_per_row)
     values = advantages(rows)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].images))
     own = order[data_rank * len(rows) // data_size : (data_rank + 1) * len(rows) // data_size]
-    return [
-        ([rows[i] for i in pair], [values[i] for i in pair])
-        for pair in (own[i : i + 2] for i in range(0, len(own), 2))
-    ]
+    if data_rank == 0:
+        everything = ([rows[i] for i in own], [values[i] for i in own])
+        return [everything, ([context_only(rows[0])], [np.zeros(0, np.float32)])]
+    halves = (own[: len(own) // 2], own[len(own) // 2 :])
+    return [([rows[i] for i in half], [values[i] for i in half]) for half in halves]
 
 
 def train(

@@ -23,7 +23,7 @@ STEPS = 3
 
 
 def rescaled_checkpoint(folder: Path) -> Path:
-    """The tiny policy with every weight moved far from its initial value, no two alike: nothing cancels, nothing is one."""
+    """The tiny policy with large weights, no two alike: nothing cancels, nothing is one, routers are decided."""
     source = build_tiny_qwen3_vl_moe(folder / "initial")
     policy = load_policy(source)
     generator = torch.Generator().manual_seed(1)
@@ -31,11 +31,9 @@ def rescaled_checkpoint(folder: Path) -> Path:
         for name, parameter in policy.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
-                parameter.add_(0.25 * noise)
-            elif "visual" in name:
-                parameter.add_(0.1 * noise)
+                parameter.copy_(0.25 * noise + (0.0 if name.endswith("bias") else 1.0))
             else:
-                parameter.add_(0.15 * noise)
+                parameter.copy_((0.1 if "visual" in name else 0.15) * noise)
     return save_policy(policy, source, folder / "rescaled")
 
 
