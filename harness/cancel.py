@@ -17,6 +17,7 @@ import typer
 
 from harness.queue import withdraw
 from harness.run_folder import RunFolder, holder, is_held, read_json, run_folders, scale_folders
+from harness.slurm import SlurmError, cancel_jobs
 from harness.status import is_asked_for, queue_lock
 
 WAIT_S = 30.0
@@ -57,9 +58,12 @@ def cancel(scale_folder: Path, pattern: str | None) -> tuple[list[str], list[str
     withdraw(scale_folder, None if pattern is None else [folder.name for folder in folders])
     if pattern is None:
         stop_holder(queue_lock(scale_folder))
+    on_slurm = cancel_jobs(scale_folder, [folder.name for folder in folders])
     for folder in working:
-        stop_holder(folder.lock)
-    return [folder.name for folder in working], waiting
+        if folder.name not in on_slurm:
+            stop_holder(folder.lock)
+    stopped = dict.fromkeys([*(folder.name for folder in working), *on_slurm])
+    return list(stopped), waiting
 
 
 def _waits(queue: Path, folder: RunFolder) -> bool:
@@ -85,7 +89,7 @@ def main(
                 typer.echo(f"{name}: waits no longer")
             if not stopped and not dropped:
                 typer.echo(f"{folder.parent.name}/{folder.name}: nothing to stop")
-    except (FileNotFoundError, CannotStop) as error:
+    except (FileNotFoundError, CannotStop, SlurmError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
 

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.expand import Expansion, Run, arms_difference, protocol_of
-from harness.run_folder import is_held
-from harness.status import RunStatus, duration, queue_lock, read_statuses, reasons, table
+from harness.status import RunStatus, duration, read_statuses, reasons, table
 
 PLAIN_EVERY_S = 20.0
 """Seconds between progress lines where the output is not a terminal."""
@@ -142,9 +141,9 @@ def board(console: Console, folder: Path) -> Iterator[Callable[[], None]]:
         yield lambda: live.update(_picture(folder), refresh=True)
 
 
-def follow(folder: Path, draw: Callable[[], None]) -> None:
-    """Draw until the queue of ``folder`` ends."""
-    while is_held(queue_lock(folder)):
+def follow(at_work: Callable[[], bool], draw: Callable[[], None]) -> None:
+    """Draw while others work."""
+    while at_work():
         draw()
         time.sleep(DRAW_S)
 
@@ -192,9 +191,7 @@ def _picture(folder: Path) -> Group:
             bar = ProgressBar(
                 total=status.steps or 1, completed=status.step or 0, width=24, pulse=not status.step
             )
-            shown.add_row(
-                "[cyan]now[/]", status.run, bar, _numbers(status), f"{duration(status.left_s)} left"
-            )
+            shown.add_row("[cyan]now[/]", status.run, bar, _numbers(status), _clock(status))
         elif status.state == "WAITING":
             shown.add_row("[dim]waits[/]", f"[dim]{status.run}[/]", "", "", "")
         else:
@@ -211,6 +208,12 @@ def _numbers(status: RunStatus) -> str:
     if status.reward_mean is not None:
         parts.append(f"reward {status.reward_mean:.3f}")
     return "  ".join(parts)
+
+
+def _clock(status: RunStatus) -> str:
+    if status.left_s is None:
+        return f"for {duration(status.elapsed_s)}"
+    return f"{duration(status.left_s)} left"
 
 
 class _PlainLines:
@@ -240,10 +243,7 @@ class _PlainLines:
         if status.state == "RUNNING":
             left = time_left_s(statuses)
             parts.append(_numbers(status))
-            if status.left_s is None:
-                parts.append(f"for {duration(status.elapsed_s)}")
-            else:
-                parts.append(f"{duration(status.left_s)} left")
+            parts.append(_clock(status))
             parts += [] if left is None else [f"(all: {duration(left)})"]
         elif status.state == "DONE":
             parts.append(f"in {duration(status.elapsed_s)}")

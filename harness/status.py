@@ -24,6 +24,7 @@ from harness.run_folder import (
     scale_folders,
     tail_records,
 )
+from harness.slurm import SlurmError, live
 
 RATE_WINDOW = 20
 """Steps over which the time left is estimated."""
@@ -111,11 +112,15 @@ def read_statuses(scale_folder: Path) -> list[RunStatus]:
     """All runs of an experiment and scale, in the order of the last submit, older ones after."""
     queue = read_json(scale_folder / "queue.json") or {"order": [], "work": {}}
     alive = is_held(queue_lock(scale_folder))
+    queued = live(scale_folder)
     position = {name: number for number, name in enumerate(queue["order"])}
     folders = sorted(
         run_folders(scale_folder), key=lambda f: (position.get(f.name, len(position)), f.name)
     )
-    return [read_status(f, alive and is_asked_for(f, queue["work"])) for f in folders]
+    return [
+        read_status(f, f.name in queued or (alive and is_asked_for(f, queue["work"])))
+        for f in folders
+    ]
 
 
 def is_asked_for(folder: RunFolder, work: dict[str, int]) -> bool:
@@ -189,7 +194,11 @@ def main(
     except FileNotFoundError as error:
         console.print(str(error), style="red")
         raise typer.Exit(2) from error
-    found = {f"{f.parent.name}/{f.name}": read_statuses(f) for f in folders}
+    try:
+        found = {f"{f.parent.name}/{f.name}": read_statuses(f) for f in folders}
+    except SlurmError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from error
     if as_json:
         print(json.dumps({name: [asdict(s) for s in all_] for name, all_ in found.items()}))
         return

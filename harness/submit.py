@@ -24,9 +24,10 @@ from harness.prepare import prepare
 from harness.problems import SpecError
 from harness.queue import Queue, ask, start_detached
 from harness.run_folder import Busy, RunFolder, describe_holder, is_held
+from harness.slurm import live, submit_arrays
 from harness.spec import load
 from harness.status import queue_lock, read_status, read_statuses
-from harness.sync import default_uri
+from harness.sync import at_work, default_uri, end_follower, start_follower
 
 EXIT_REFUSED, EXIT_LOST, EXIT_INTERRUPTED = 2, 1, 130
 
@@ -124,8 +125,8 @@ def main(
     show.submitted(console, expansion, start, leave)
     if as_json:
         print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))
-    code = run_here(console, expansion, start, wait, tracking_uri or default_uri(runs))
-    raise typer.Exit(code)
+    work = run_on_slurm if cluster else run_here
+    raise typer.Exit(work(console, expansion, start, wait, tracking_uri or default_uri(runs)))
 
 
 def run_here(console: Console, expansion: Expansion, start: list[str], wait: bool, uri: str) -> int:
@@ -146,7 +147,7 @@ def run_here(console: Console, expansion: Expansion, start: list[str], wait: boo
                 queue.work(draw)
             except Busy as error:
                 console.print(f"Following: {error}. Ctrl-C ends the watching only.")
-                show.follow(folder, draw)
+                show.follow(lambda: is_held(lock), draw)
         if queue.sync_failed:
             console.print(
                 f"MLflow is behind: see {folder}/sync.log; python -m harness.sync mends it."
@@ -154,7 +155,39 @@ def run_here(console: Console, expansion: Expansion, start: list[str], wait: boo
         if queue.stopping.is_set():
             console.print("Stopped. Nothing is lost: the same command goes on from here.")
             return EXIT_INTERRUPTED
-    statuses = read_statuses(folder)
+    return settle(console, expansion)
+
+
+def run_on_slurm(
+    console: Console, expansion: Expansion, start: list[str], wait: bool, uri: str
+) -> int:
+    """Job arrays for what no job of Slurm has yet. Returns the exit code."""
+    folder = expansion.folder
+    queued = live(folder, fresh=True)
+    names = [name for name in start if name not in queued]
+    ids = submit_arrays(expansion, names)
+    for name in names:
+        console.print(f"  {name}: job {ids[name]}", highlight=False)
+    if queued:
+        console.print(f"{len(queued)} runs are with Slurm already.")
+    if not wait:
+        console.print(f"Watch: python -m harness.status {expansion.experiment.name}")
+        return 0
+    follower = start_follower(folder, uri)
+    try:
+        with show.board(console, folder) as draw:
+            show.follow(lambda: at_work(folder), draw)
+    except KeyboardInterrupt:
+        console.print("The jobs go on; python -m harness.cancel stops them.")
+        return EXIT_INTERRUPTED
+    finally:
+        end_follower(follower)
+    return settle(console, expansion)
+
+
+def settle(console: Console, expansion: Expansion) -> int:
+    """The table at the end; exit code 0 where every run of this submit is done."""
+    statuses = read_statuses(expansion.folder)
     show.ended(console, expansion, statuses)
     wanted = {run.name for run in expansion.runs}
     return EXIT_LOST if any(s.state != "DONE" for s in statuses if s.run in wanted) else 0

@@ -1,0 +1,136 @@
+"""Submit runs to Slurm through submitit: one job array for each shape of resources and each step of what waits for what.
+
+The task of an array is one run. It starts ``python -m harness.job``, which does on a node what it does on a laptop. What must
+be done first is a dependency of Slurm's (afterok; a job whose dependency failed is cancelled instead of waiting for ever).
+Job ids are kept in ``slurm.json``, so that a second submit leaves queued and running jobs alone.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.expand import Expansion, Run
+from harness.processes import own_environment
+from harness.run_folder import RunFolder, read_json, write_json
+from harness.spec import Resources
+
+REFRESH_S = 20.0
+"""A scheduler is asked no more often than this, however often one looks."""
+_asked: dict[str, tuple[float, set[str]]] = {}
+
+
+class SlurmError(RuntimeError):
+    """A command of Slurm failed; the message is Slurm's."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """Runs that are submitted together: equal resources, equal needs."""
+
+    runs: tuple[Run, ...]
+    needs: tuple[str, ...]
+    resources: Resources
+
+
+def arrays(runs: Iterable[Run]) -> list[Array]:
+    """Runs with equal needs and resources together, in the order given: what is needed comes before what needs it."""
+    grouped: dict[tuple, list[Run]] = {}
+    for run in runs:
+        grouped.setdefault((run.needs, run.resources), []).append(run)
+    return [Array(tuple(group), *key) for key, group in grouped.items()]
+
+
+def parameters(array: Array, name: str, after: list[str]) -> dict[str, Any]:
+    """submitit's parameters of an array; ``after``: ids of the jobs that must succeed first.
+
+    The batch script runs on the first node alone (no srun): a run starts its own processes on the others.
+    """
+    resources = array.resources
+    minutes = -(-resources.time_limit_s // 60)
+    chosen: dict[str, Any] = {
+        "job_name": name,
+        "nodes": resources.nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": resources.cpus_per_node,
+        "time": minutes,
+        "use_srun": False,
+        "stderr_to_stdout": True,
+    }
+    if resources.device == "cuda":
+        chosen |= {"gpus_per_node": resources.devices_per_node, "exclusive": True}
+    if after:
+        chosen["dependency"] = f"afterok:{':'.join(after)}"
+        chosen["additional_parameters"] = {"kill-on-invalid-dep": "yes"}
+    return chosen
+
+
+def submit_arrays(expansion: Expansion, names: list[str]) -> dict[str, str]:
+    """Submit ``names``, which are not live; returns run name -> job id and keeps it in slurm.json."""
+    import submitit
+    from submitit.helpers import clean_env
+
+    folder = expansion.folder.resolve()
+    ids = job_ids(folder)
+    for array in arrays(run for run in expansion.runs if run.name in names):
+        pending = [need for need in array.needs if RunFolder(folder / need).done is None]
+        name = f"{expansion.experiment.name}-{expansion.scale.name}-{array.runs[0].kind}"
+        executor = submitit.SlurmExecutor(folder=folder / "slurm", python=sys.executable)
+        executor.update_parameters(**parameters(array, name, [ids[need] for need in pending]))
+        with clean_env():  # from inside an allocation, its variables would reach the new job
+            jobs = executor.map_array(work_run, [str(folder / run.name) for run in array.runs])
+        ids |= {run.name: job.job_id for run, job in zip(array.runs, jobs)}
+        write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
+    return ids
+
+
+def work_run(run_dir: str) -> None:
+    """One task of an array, on its first node. Raises where the run is not done, so that Slurm calls the job failed."""
+    job = [sys.executable, "-m", "harness.job", run_dir]
+    code = subprocess.run(job, env=own_environment()).returncode
+    if code != 0:
+        raise RuntimeError(
+            f"{Path(run_dir).name} is not done (exit code {code}); see its attempts/"
+        )
+
+
+def job_ids(scale_folder: Path) -> dict[str, str]:
+    """Run name -> id of the job that was last submitted for it."""
+    return read_json(scale_folder / "slurm.json") or {}
+
+
+def live(scale_folder: Path, fresh: bool = False) -> set[str]:
+    """Names of runs whose job Slurm still has (pending, running, ...). Raises SlurmError, and then nothing is known.
+
+    One squeue for all jobs, asked again after REFRESH_S at the earliest unless ``fresh``.
+    """
+    ids = job_ids(scale_folder)
+    if not ids:
+        return set()
+    asked_at, known = _asked.get("squeue", (-math.inf, set()))
+    if fresh or time.monotonic() - asked_at > REFRESH_S:
+        command = ["squeue", "--me", "--array", "--noheader", "--format=%i"]
+        listed = subprocess.run(command, capture_output=True, text=True)
+        if listed.returncode != 0:
+            raise SlurmError(f"squeue: {listed.stderr.strip()}")
+        known = set(listed.stdout.split())
+        _asked["squeue"] = (time.monotonic(), known)
+    return {name for name, job_id in ids.items() if job_id in known}
+
+
+def cancel_jobs(scale_folder: Path, names: Iterable[str]) -> list[str]:
+    """One scancel for all of ``names`` that live; returns them."""
+    ids, alive = job_ids(scale_folder), live(scale_folder, fresh=True)
+    stopped = [name for name in names if name in alive]
+    if stopped:
+        command = ["scancel", *(ids[name] for name in stopped)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SlurmError(f"scancel: {done.stderr.strip()}")
+    return stopped

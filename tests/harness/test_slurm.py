@@ -1,0 +1,173 @@
+"""What Slurm is asked for. Slurm's commands are small scripts that write down how they were called."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from harness import slurm
+from harness.cancel import cancel
+from harness.expand import expand
+from harness.run_folder import read_json, write_json
+from harness.slurm import SlurmError, arrays, live, parameters, submit_arrays
+from harness.spec import load
+from harness.status import read_statuses
+from harness.submit import submit
+from tests.harness.test_spec import write
+
+SBATCH = """#!/bin/sh
+number=$(($(cat "$LAB/count" 2>/dev/null || echo 100) + 1))
+echo $number > "$LAB/count"
+cp "$(eval echo \\$$#)" "$LAB/$number.sh"
+env | grep ^SLURM_ > "$LAB/$number.env"
+tasks=$(grep -o 'array=0-[0-9]*' "$LAB/$number.sh" | grep -o '[0-9]*$')
+if [ -z "$tasks" ]; then echo $number >> "$LAB/queued"; else
+for task in $(seq 0 $tasks); do echo ${number}_$task >> "$LAB/queued"; done; fi
+echo "Submitted batch job $number"
+"""
+SQUEUE = """#!/bin/sh
+echo "$@" >> "$LAB/squeue.calls"
+[ -e "$LAB/down" ] && { echo "timed out" >&2; exit 1; }
+cat "$LAB/queued"
+"""
+SCANCEL = '#!/bin/sh\necho "$@" >> "$LAB/scancel.calls"\n'
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """A folder on PATH with sbatch, squeue, scancel and srun; what they saw lies beside them."""
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    scripts = {"sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL, "srun": "#!/bin/sh\n"}
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("LAB", str(folder))
+    monkeypatch.setattr(slurm, "_asked", {})
+    return folder
+
+
+@pytest.fixture
+def expansion(tmp_path):
+    """The cluster scale: two nodes of four GPUs."""
+    path = write(
+        tmp_path,
+        "  there:",
+        "  there:\n    resources: {nodes: 2, device: cuda, devices_per_node: 4, cpus_per_node: 16, time_limit: 10:00:30}",
+    )
+    return expand(load(path), "there", tmp_path / "runs", base=tmp_path)
+
+
+def directives(lab, number: int) -> dict[str, str]:
+    lines = (lab / f"{number}.sh").read_text().splitlines()
+    found = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
+    return dict(line.partition("=")[::2] for line in found)
+
+
+def test_runs_that_need_the_same_are_one_array_in_their_order(expansion):
+    grouped = arrays(expansion.runs)
+    assert [[run.kind for run in array.runs] for array in grouped] == [
+        ["warmup"],
+        ["conformance"],
+        ["train"] * 6,
+    ]
+    assert [run.name for run in grouped[2].runs] == list(expansion.plan().order)
+
+
+def test_time_is_rounded_up_to_whole_minutes(expansion):
+    assert parameters(arrays(expansion.runs)[0], "x", [])["time"] == 601
+
+
+def test_arrays_wait_for_what_they_need_and_die_with_it(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    ids = submit_arrays(expansion, start)
+    warmup, conformance = (ids[run.name] for run in expansion.runs[:2])
+    assert (warmup, conformance) == ("101", "102")
+    assert "dependency" not in directives(lab, 101)
+    assert directives(lab, 102)["dependency"] == "afterok:101"
+    asked = directives(lab, 103)
+    assert asked["dependency"] == "afterok:101:102"
+    assert asked["kill-on-invalid-dep"] == "yes"
+    assert asked["array"] == "0-5%6"
+    assert [ids[run.name] for run in expansion.replicates] == [f"103_{n}" for n in range(6)]
+
+
+def test_a_run_asks_for_its_nodes_and_devices_once(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    submit_arrays(expansion, start)
+    asked = directives(lab, 103)
+    shape = {
+        key: asked[key] for key in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
+    }
+    assert shape == {
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "4",
+        "cpus-per-task": "16",
+    }
+    assert "\nsrun" not in (lab / "103.sh").read_text()
+
+
+def test_what_is_done_is_no_dependency(lab, expansion):
+    submit(expansion, expansion.runs)
+    warmup, conformance = expansion.runs[:2]
+    for run in (warmup, conformance):
+        write_json(expansion.folder / run.name / "done.json", {"attempt": 1})
+    submit_arrays(expansion, [run.name for run in expansion.replicates])
+    assert "dependency" not in directives(lab, 101)
+
+
+def test_a_need_that_is_queued_from_before_is_waited_for(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    submit_arrays(expansion, start[:2])
+    submit_arrays(expansion, start[2:])
+    assert directives(lab, 103)["dependency"] == "afterok:101:102"
+
+
+def test_queued_runs_are_waiting_and_the_others_planned(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    submit_arrays(expansion, start[:2])
+    assert live(expansion.folder) == set(start[:2])
+    states = {status.run: status.state for status in read_statuses(expansion.folder)}
+    assert [states[name] for name in start] == ["WAITING"] * 2 + ["PLANNED"] * 6
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error_and_no_run_is_called_dead(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    submit_arrays(expansion, start)
+    (lab / "down").touch()
+    with pytest.raises(SlurmError, match="timed out"):
+        live(expansion.folder, fresh=True)
+
+
+def test_many_looks_are_one_question(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    submit_arrays(expansion, start)
+    for _ in range(50):
+        live(expansion.folder)
+    assert (lab / "squeue.calls").read_text().count("\n") == 1
+
+
+def test_an_allocation_around_the_submit_does_not_reach_the_job(lab, expansion, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    start, _ = submit(expansion, expansion.runs)
+    submit_arrays(expansion, start[:1])
+    assert "SLURM_JOB_ID" not in (lab / "101.env").read_text()
+
+
+def test_cancel_is_one_scancel(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    ids = submit_arrays(expansion, start)
+    stopped, _ = cancel(expansion.folder, "ours")
+    expected = [run.name for run in expansion.runs if "ours" in run.name]
+    assert sorted(stopped) == sorted(expected)
+    (call,) = (lab / "scancel.calls").read_text().splitlines()
+    assert sorted(call.split()) == sorted(ids[name] for name in expected)
+
+
+def test_ids_are_kept_beside_the_runs(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    ids = submit_arrays(expansion, start)
+    assert read_json(expansion.folder / "slurm.json") == ids
