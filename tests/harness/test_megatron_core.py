@@ -1,5 +1,6 @@
 """The Megatron-Core baseline against transformers and torch's AdamW, from weights that make a wrong mapping show."""
 
+import copy
 from collections import Counter
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch.distributed as dist
 
 from harness.baselines import megatron_core
 from harness.baselines.megatron_core import MegatronCoreBackend
-from molt_core.config import TrainerConfig
+from harness.baselines.megatron_model import check_supported
+from molt_core.config import OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import collate
@@ -191,3 +193,33 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own_and_resumes_exactly(
     weights = dict(straight.named_weights())
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert largest_difference(dict(resumed.named_weights()), weights) == 0
+
+
+def test_learning_rate_follows_the_schedule_also_after_a_resume(checkpoint, rows, tmp_path):
+    """Warm-up over two steps, then linearly down to 0 at the fifth: worked by hand."""
+    optimizer = OptimizerConfig(lr=6e-3, schedule="linear", warmup_steps=2)
+    backend = build(checkpoint, optimizer, total_steps=5)
+    step = ([(rows, advantages(rows))], sum(row.action_tokens for row in rows))
+    rates = []
+    for number in range(5):
+        if number == 3:
+            backend.save(tmp_path)
+            backend = build(checkpoint, optimizer, total_steps=5)
+            backend.load(tmp_path)
+        backend_step(backend, *step)
+        rates.append([group["lr"] for group in backend.optimizer.param_groups])
+    expected = [3e-3, 6e-3, 6e-3, 4e-3, 2e-3]
+    np.testing.assert_allclose(rates, np.transpose([expected] * len(rates[0])))
+
+
+def test_decay_filter_all_decays_norms_too(checkpoint):
+    optimizer = OptimizerConfig(weight_decay=0.5, decay_filter="all")
+    groups = build(checkpoint, optimizer).optimizer.param_groups
+    assert {megatron_core.group_weight_decay(group, optimizer) for group in groups} == {0.5}
+
+
+def test_a_model_that_the_translation_does_not_cover_is_refused(policy):
+    config = copy.deepcopy(policy.config)
+    config.text_config.mlp_only_layers = [1]
+    with pytest.raises(ValueError, match="mlp_only_layers"):
+        check_supported(config)
