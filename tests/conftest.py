@@ -1,6 +1,29 @@
-"""Settings that all tests share: property tests draw the same cases in every run and have no time limit of their own."""
+"""Settings and costly things that tests share: one Ray instance and one built-in policy a session."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """Ray with places for the actors of a small run; ended with the tests."""
+    import ray
+
+    from molt_core.train.__main__ import start_ray
+
+    start_ray(places=4)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory) -> Path:
+    """The built-in policy from its seed, untrained."""
+    from molt_core.models.tiny import build_tiny_qwen3_vl_moe
+
+    return build_tiny_qwen3_vl_moe(tmp_path_factory.mktemp("models") / "tiny")

@@ -19,7 +19,7 @@ import ray
 from pydantic import ValidationError
 
 from molt_core.algo.registry import load_plugins
-from molt_core.config import RunConfig, load_run_config
+from molt_core.config import load_run_config
 from molt_core.loop import Diverged, EverythingDropped, Loop
 from molt_core.metrics import RunWriter
 from molt_core.rollout.pool import BooksError
@@ -35,15 +35,14 @@ REASONS = {
 }
 
 
-def start_ray(config: RunConfig) -> None:
-    """Join the allocation's Ray cluster where RAY_ADDRESS names one, else start one in this process's session."""
+def start_ray(places: int) -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, else start one here with room for ``places`` actors."""
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, logging_level=logging.ERROR)
         return
-    wanted = config.engine.count + config.trainer.world_size
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
-        num_cpus=max(wanted, os.cpu_count() or 1),
+        num_cpus=max(places, os.cpu_count() or 1),
         include_dashboard=False,
         logging_level=logging.ERROR,
         _temp_dir=tempfile.mkdtemp(
@@ -78,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2
     writer = RunWriter(arguments.run_dir, arguments.attempt, config.loop.steps)
-    start_ray(config)
+    start_ray(config.engine.count + config.trainer.world_size)
     try:
         asyncio.run(Loop(config, arguments.checkpoint.resolve(), writer).run())
     except Exception as error:
