@@ -63,10 +63,14 @@ class Loop:
                 self.writer.heartbeat("training", step - 1)
                 await self._step(step)
             await self._close_books()
+            await self.trainer.export(self.writer.policy_folder)
         finally:
             for task in self.tasks:
                 task.cancel()
-            await asyncio.gather(*(worker.shutdown.remote() for worker in self.workers))
+            ends = (worker.shutdown.remote() for worker in self.workers)
+            await asyncio.gather(
+                *ends, return_exceptions=True
+            )  # a dead engine must not hide why it died
         self.writer.heartbeat("finished", self.config.loop.steps)
 
     async def _start(self) -> None:
@@ -150,6 +154,8 @@ class Loop:
         probe_started = time.time()
         probe = await self._probe_and_dispatch()
         probe_s = time.time() - probe_started
+        if self._evaluates(step):
+            self.writer.heartbeat("evaluating", step)
         evaluation = await self._evaluate() if self._evaluates(step) else {}
         busy, generated = await self._engine_clocks()
         self.pool.check()

@@ -30,6 +30,11 @@ class RunWriter:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.reward_mean: float | None = None
 
+    @property
+    def policy_folder(self) -> Path:
+        """Where the trained policy goes."""
+        return self.run_dir / "checkpoints" / "policy"
+
     def record(self, fields: Mapping[str, Any]) -> None:
         line = {"attempt": self.attempt, "time_unix": time.time(), **fields}
         self.reward_mean = line.get("reward_mean", self.reward_mean)

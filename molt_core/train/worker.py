@@ -19,9 +19,10 @@ import ray
 import torch
 import torch.distributed as dist
 
+from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig
 from molt_core.models.layout import to_published
-from molt_core.models.load import excluded_token_ids
+from molt_core.models.load import atomic_folder, excluded_token_ids, save_policy
 from molt_core.rollout import refit
 from molt_core.train.backend import backend_class
 from molt_core.train.objective import forward_backward, score, split_rows, without_actions
@@ -69,6 +70,7 @@ class TrainerRank:
 
     def start(self, host: str, port: int) -> tuple[int, int]:
         """Join the other ranks and build the backend; returns (data_rank, data_size)."""
+        load_plugins(self.config.algorithm.plugins)
         trainer = self.config.trainer
         if trainer.device == "cuda":
             torch.cuda.set_device(0)
@@ -116,6 +118,15 @@ class TrainerRank:
         )
         differences = (logprobs - batch.behaviour_logprobs).abs()[~tied]
         return ProbeResult(differences.cpu().numpy(), int(tied.sum()))
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder (rank 0), whole or not at all."""
+        if self.rank != 0:
+            for _ in self.backend.named_weights():
+                pass
+            return
+        with atomic_folder(folder) as scratch:
+            save_policy(self.backend.named_weights(), self.checkpoint, scratch)
 
     def open_refit(self) -> tuple[str, int]:
         """Rank 0: listen for the engines; returns where."""
@@ -219,6 +230,9 @@ class TrainerGroup:
         return ProbeResult(
             np.concatenate([r.differences for r in distinct]), sum(r.tied for r in distinct)
         )
+
+    async def export(self, folder: Path) -> None:
+        await asyncio.gather(*(rank.export.remote(folder) for rank in self.ranks))
 
     async def connect(self, engines: Sequence[Any], workers_per_engine: int) -> None:
         """Open the refit group between rank 0 and every engine worker."""

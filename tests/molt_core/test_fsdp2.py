@@ -1,0 +1,148 @@
+"""The FSDP2 trainer against transformers and torch's AdamW: one rank, two ranks with uneven shares, and after a restart."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from molt_core.config import TrainerConfig
+from molt_core.models.load import load_policy
+from molt_core.train.backend import TrainBackend
+from molt_core.train.collate import collate
+from molt_core.train.fsdp2 import FSDP2Backend
+from molt_core.train.objective import split_rows, without_actions
+from tests.harness.trainer_cases import (
+    MODEL,
+    OPTIMIZER,
+    STEPS,
+    advantages,
+    backend_step,
+    backend_training,
+    free_port,
+    largest_difference,
+    left_padded,
+    oracle_logits,
+    oracle_training,
+    rescaled_checkpoint,
+    token_logprobs,
+    trajectories,
+)
+
+IMAGES = (1, 2, 0, 1, 0, 0)
+"""Images in each row: with two ranks, one of them also gets a micro-batch without any."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.set_num_threads(1)
+    file = tmp_path_factory.mktemp("rendezvous") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return rescaled_checkpoint(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint):
+    return oracle_training(checkpoint, trajectories(checkpoint, IMAGES))
+
+
+def build(checkpoint: Path, **trainer) -> FSDP2Backend:
+    return FSDP2Backend(checkpoint, MODEL, OPTIMIZER, TrainerConfig(**trainer), STEPS)
+
+
+def micro_batches(checkpoint: Path, backend: TrainBackend, rows_each: int):
+    rows = trajectories(checkpoint, IMAGES)
+    values = advantages(rows)
+    split = split_rows([len(row.token_ids) for row in rows], backend.data_size, rows_each)
+    nothing = ([without_actions(rows[0])], [values[0][:0]])
+    return [
+        ([rows[i] for i in part], [values[i] for i in part]) if part else nothing
+        for part in split[backend.data_rank]
+    ]
+
+
+def denominator(checkpoint: Path) -> int:
+    return sum(row.action_tokens for row in trajectories(checkpoint, IMAGES))
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_logprobs_equal_transformers(checkpoint, padding):
+    rows = trajectories(checkpoint, IMAGES)
+    batch = collate(rows)
+    batch = left_padded(batch) if padding == "left" else batch
+    with torch.no_grad():
+        found = token_logprobs(build(checkpoint).action_logits(batch), batch)
+        expected = token_logprobs(oracle_logits(load_policy(checkpoint), batch, rows), batch)
+    assert expected.std() > 0.1
+    assert float((found - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("rows_each", [100, 3, 1])
+def test_steps_equal_the_oracle_for_any_micro_batch(checkpoint, oracle, rows_each):
+    backend = build(checkpoint)
+    norms, weights = backend_training(
+        backend, micro_batches(checkpoint, backend, rows_each), denominator(checkpoint)
+    )
+    assert norms == pytest.approx(oracle[0], rel=1e-5)
+    assert largest_difference(weights, oracle[1]) < 5e-6
+
+
+def _rank(rank: int, port: int, checkpoint: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    backend = build(checkpoint, world_size=2)
+    share = micro_batches(checkpoint, backend, 2)
+    norms, weights = backend_training(backend, share, denominator(checkpoint))
+    interrupted, resumed = build(checkpoint, world_size=2), build(checkpoint, world_size=2)
+    for _ in range(STEPS - 1):
+        backend_step(interrupted, share, denominator(checkpoint))
+    interrupted.save(out / "state")
+    resumed.load(out / "state")
+    backend_step(resumed, share, denominator(checkpoint))
+    again = {name: weight.clone() for name, weight in resumed.named_weights()}
+    torch.save((norms, weights, again), out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(checkpoint, tmp_path_factory):
+    out, port = tmp_path_factory.mktemp("ranks"), free_port()
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(r, port, checkpoint, out)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return out, [torch.load(out / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.distributed
+def test_two_ranks_with_uneven_shares_take_the_same_steps(oracle, two_ranks):
+    for norms, weights, _ in two_ranks[1]:
+        assert norms == pytest.approx(oracle[0], rel=1e-5)
+        assert largest_difference(weights, oracle[1]) < 5e-6
+
+
+@pytest.mark.distributed
+def test_a_restart_goes_on_exactly_and_another_world_size_can_load_it(checkpoint, two_ranks):
+    out, results = two_ranks
+    for _, weights, again in results:
+        assert largest_difference(again, weights) == 0
+    alone = build(checkpoint)
+    alone.load(out / "state")
+    backend_step(alone, micro_batches(checkpoint, alone, 100), denominator(checkpoint))
+    found = {name: weight.clone() for name, weight in alone.named_weights()}
+    assert largest_difference(found, results[0][1]) < 5e-6
+
+
+def test_a_layout_key_it_does_not_know_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="tensor_parallel"):
+        build(checkpoint, layout={"tensor_parallel": 2})
