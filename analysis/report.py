@@ -143,6 +143,7 @@ def _arm(experiment: Experiment, name: str, role: str) -> dict[str, Any]:
         "started": sum(run.state != NOT_STARTED for run in runs),
         "finished": sum(run.state == FINISHED for run in runs),
         "lost": sum(run.state != FINISHED for run in runs),
+        "retried": sum(run.attempts > 1 for run in runs),
         "beyond_plan": sum(run.system == name for run in experiment.beyond),
         "lost_runs": [
             {"seed": run.seed, "folder": run.folder, "reason": run.reason}

@@ -22,7 +22,9 @@ def check_endpoint(
     pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]
 ) -> tuple[Check, ...]:
     """The checks that apply to ``endpoint``; ``values`` holds one number a finished run, per arm."""
-    checks = [_declared_first(pair, endpoint), _resolution(endpoint, values)]
+    checks = [_resolution(endpoint, values)]
+    if any(amendment.runs_done for amendment in pair.plan.amendments):
+        checks.append(_declared_first(pair, endpoint))
     if endpoint.kind == "learning":
         checks += [_learned(pair, endpoint, values), _headroom(endpoint, values)]
     if endpoint.includes_waiting:
