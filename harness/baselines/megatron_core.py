@@ -75,7 +75,7 @@ class MegatronCoreBackend:
 
         config = transformer_config(text, layout, dtype, trainer.device)
         self.model = VisionLanguageModel(config, text, policy.model.visual)
-        self.model.to(device=self.device, dtype=dtype).train()
+        self.model.to(self.device).train()  # the rotary frequencies stay float32 in every precision
         self._entries = weight_entries(self.model, text, cuts)
         load_weights(self._entries, dict(policy.named_parameters()))
         self.ddp = DistributedDataParallel(
@@ -157,7 +157,8 @@ class MegatronCoreBackend:
         torch.save(
             {
                 "steps": self._steps,
-                "parameters": [[p.detach() for p in group["params"]] for group in self._groups()],
+                # Copies: what this rank steps is a view of a buffer that holds the whole model.
+                "parameters": [[p.detach().clone() for p in g["params"]] for g in self._groups()],
                 "optimizers": [part.optimizer.state_dict() for part in self._parts()],
             },
             Path(folder) / _shard_name(),

@@ -107,7 +107,7 @@ class RMSNorm(nn.RMSNorm):
     """Megatron's plain-torch norm refuses sequence parallelism; this one tells Megatron to sum its gradient over the ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,23 +170,29 @@ def test_gradient_accumulation_does_not_change_the_step(checkpoint, rows, oracle
     assert largest_difference(weights, oracle[1]) < 5e-6
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers_own_and_resumes_exactly(
-    checkpoint, policy, rows, tmp_path
-):
+def in_bfloat16(checkpoint) -> MegatronCoreBackend:
     model = MODEL.model_copy(update={"dtype": "bfloat16"})
-    batch = collate(rows, advantages(rows))
+    return MegatronCoreBackend(checkpoint, model, OPTIMIZER, TrainerConfig(), STEPS)
 
-    def backend():
-        return MegatronCoreBackend(checkpoint, model, OPTIMIZER, TrainerConfig(), STEPS)
 
-    straight, resumed = backend(), backend()
-    with torch.no_grad():
-        exact = token_logprobs(oracle_logits(policy, batch, rows), batch)
-        logits = oracle_logits(load_policy(checkpoint, "bfloat16"), batch, rows).float()
-        theirs = (token_logprobs(logits, batch) - exact).abs().mean()
-        ours = (token_logprobs(straight.action_logits(batch), batch) - exact).abs().mean()
-    assert ours < 2 * theirs
-    step = ([(rows, advantages(rows))], len(batch.action_ids))
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(checkpoint, policy, rows):
+    """At positions far apart, where rotary frequencies of 8 bits would turn by another angle."""
+    batch = collate(rows)
+    batch = replace(batch, position_ids=batch.position_ids * 200)
+
+    def logprobs(logits):
+        return token_logprobs(logits.float().detach(), batch)
+
+    exact = logprobs(oracle_logits(policy, batch, rows, batch.position_ids))
+    rounded = load_policy(checkpoint, "bfloat16")
+    theirs = logprobs(oracle_logits(rounded, batch, rows, batch.position_ids))
+    ours = logprobs(in_bfloat16(checkpoint).action_logits(batch))
+    assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
+
+
+def test_bfloat16_resumes_exactly_although_its_weights_are_rounded(checkpoint, rows, tmp_path):
+    straight, resumed = in_bfloat16(checkpoint), in_bfloat16(checkpoint)
+    step = ([(rows, advantages(rows))], sum(row.action_tokens for row in rows))
     backend_step(straight, *step)
     straight.save(tmp_path)
     resumed.load(tmp_path)

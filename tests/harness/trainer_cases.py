@@ -116,13 +116,20 @@ def another_sample(row: Trajectory) -> Trajectory:
 
 
 def oracle_logits(
-    policy: torch.nn.Module, batch: MicroBatch, rows: list[Trajectory]
+    policy: torch.nn.Module,
+    batch: MicroBatch,
+    rows: list[Trajectory],
+    position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits ``[N, vocabulary]`` by transformers alone, which gets every row's images and finds their places by itself."""
+    """Logits ``[N, vocabulary]`` by transformers alone, which gets every row's images and finds their places by itself.
+
+    It finds the positions by itself too, where ``position_ids`` (``[3, B, T]``) is None.
+    """
     inputs = dict(
         input_ids=batch.token_ids,
         attention_mask=batch.attention_mask.long(),
         mm_token_type_ids=(batch.token_ids == policy.config.image_token_id).int(),
+        position_ids=position_ids,
     )
     images = [image for row in rows for image in row.images]
     if images:
