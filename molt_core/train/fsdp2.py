@@ -1,7 +1,8 @@
 """The FSDP2 backend: a transformers model, sharded with ``fully_shard``, stepped with AdamW.
 
 Each decoder layer and vision block is one sharding unit, the rest (embedding, norms, output layer) the root's. Gradients are
-summed, not averaged, over the ranks, because the loss is divided by the global denominator already.
+summed, not averaged, over the ranks, because the loss is divided by the global denominator already. Weights, optimiser state
+and reductions are float32; the forward pass computes in ``model.dtype``, which is also what the engine receives.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -86,16 +87,18 @@ class FSDP2Backend:
             raise ValueError(f"trainer.layout {trainer.layout} is not known to fsdp2: remove it")
         self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device(trainer.device)
-        policy = load_policy(checkpoint, getattr(torch, model.dtype)).to(self.device).train()
+        self.dtype = getattr(torch, model.dtype)
+        policy = load_policy(checkpoint, torch.float32).to(self.device).train()
         self._router_logits: list[torch.Tensor] = []
         self._top_k = policy.config.text_config.num_experts_per_tok
         for module in policy.modules():
             if type(module).__name__.endswith("TopKRouter"):
                 module.register_forward_hook(self._keep_router_logits)
         mesh = init_device_mesh(trainer.device, (self.data_size,))
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for unit in (*policy.model.visual.blocks, *policy.model.language_model.layers):
-            fully_shard(unit, mesh=mesh)
-        self.root = fully_shard(ActionHead(policy), mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=precision)
+        self.root = fully_shard(ActionHead(policy), mesh=mesh, mp_policy=precision)
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -151,7 +154,7 @@ class FSDP2Backend:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.root.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name.removeprefix(PREFIX), whole
+            yield name.removeprefix(PREFIX), whole.to(self.dtype)
 
     def save(self, folder: Path) -> None:
         dcp.save(self._state(), checkpoint_id=folder)

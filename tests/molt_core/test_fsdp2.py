@@ -143,6 +143,20 @@ def test_a_restart_goes_on_exactly_and_another_world_size_can_load_it(checkpoint
     assert largest_difference(found, results[0][1]) < 5e-6
 
 
+def test_bfloat16_computes_near_float32_over_float32_weights(checkpoint):
+    rows = trajectories(checkpoint, IMAGES)
+    batch = collate(rows)
+    half = MODEL.model_copy(update={"dtype": "bfloat16"})
+    backend = FSDP2Backend(checkpoint, half, OPTIMIZER, TrainerConfig(), STEPS)
+    assert {parameter.dtype for parameter in backend.root.parameters()} == {torch.float32}
+    assert {weight.dtype for _, weight in backend.named_weights()} == {torch.bfloat16}
+    with torch.no_grad():
+        found = token_logprobs(backend.action_logits(batch), batch)
+        expected = token_logprobs(build(checkpoint).action_logits(batch), batch)
+    difference = (found - expected).abs()
+    assert 1e-4 < float(difference.mean()) < 0.1
+
+
 def test_a_layout_key_it_does_not_know_is_refused(checkpoint):
     with pytest.raises(ValueError, match="tensor_parallel"):
         build(checkpoint, layout={"tensor_parallel": 2})
