@@ -52,7 +52,11 @@ def as_data(expansion: Expansion, runs: Sequence[Run], obstacles: list[str]) -> 
 
 
 def dry_run(
-    console: Console, expansion: Expansion, runs: Sequence[Run], obstacles: list[str]
+    console: Console,
+    expansion: Expansion,
+    runs: Sequence[Run],
+    obstacles: list[str],
+    changed: list[str],
 ) -> None:
     """Protocol, the arms' differences, endpoints and every run; nothing is written."""
     experiment, scale = expansion.experiment, expansion.scale
@@ -104,22 +108,38 @@ def dry_run(
         shown.add_row(str(number), run.name, run.identity[:16], needs)
     console.print(shown)
     console.print(f"\nFolder {expansion.folder}/, code {expansion.snapshot.hash[:16]}.")
+    if changed:
+        console.print(_amended(changed), highlight=False)
     for obstacle in obstacles:
         console.print(f"[red]Would be refused here:[/] {obstacle}", highlight=False)
     console.print("Dry run: nothing was started and nothing was written.")
 
 
 def submitted(
-    console: Console, expansion: Expansion, start: list[str], leave: list[tuple[str, str]]
+    console: Console,
+    expansion: Expansion,
+    start: list[str],
+    leave: list[tuple[str, str]],
+    changed: list[str],
 ) -> None:
     """What this submit starts and what it leaves alone."""
     where = f"{expansion.experiment.name}/{expansion.scale.name}"
     done = sum(why == "DONE" for _, why in leave)
     counts = [f"{len(start)} to run", f"{done} done before"]
     console.print(f"[bold]{where}[/]: {', '.join(counts)}, in {expansion.folder}/")
+    if changed:
+        console.print(_amended(changed), highlight=False)
     for name, why in leave:
         if why != "DONE":
             console.print(f"  {name} is left alone: {why}", highlight=False)
+
+
+def _amended(changed: list[str]) -> str:
+    code = " (code or protocol changed: the runs are new ones)" if "identities" in changed else ""
+    return (
+        f"[yellow]Differs from the frozen plan[/] in {', '.join(changed)}{code}; plan.json and the report keep it as an "
+        "amendment."
+    )
 
 
 def ended(console: Console, expansion: Expansion, statuses: list[RunStatus]) -> None:

@@ -108,15 +108,14 @@ def read_status(folder: RunFolder, waiting: bool = False) -> RunStatus:
     )
 
 
-def read_statuses(scale_folder: Path) -> list[RunStatus]:
-    """All runs of an experiment and scale, in the order of the last submit, older ones after."""
+def read_statuses(scale_folder: Path, earlier: bool = False) -> list[RunStatus]:
+    """The runs of the last submit in its order; with ``earlier`` also those of other code or protocol, after them."""
     queue = read_json(scale_folder / "queue.json") or {"order": [], "work": {}}
     alive = is_held(queue_lock(scale_folder))
     queued = live(scale_folder)
     position = {name: number for number, name in enumerate(queue["order"])}
-    folders = sorted(
-        run_folders(scale_folder), key=lambda f: (position.get(f.name, len(position)), f.name)
-    )
+    folders = [f for f in run_folders(scale_folder) if earlier or f.name in position]
+    folders.sort(key=lambda folder: (position.get(folder.name, len(position)), folder.name))
     return [
         read_status(f, f.name in queued or (alive and is_asked_for(f, queue["work"])))
         for f in folders
@@ -185,6 +184,9 @@ def main(
     experiment: Annotated[str | None, typer.Argument(help="name; all where left out")] = None,
     scale: Annotated[str | None, typer.Option(help="only this scale")] = None,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    earlier: Annotated[
+        bool, typer.Option("--earlier", help="also runs of other code or protocol")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Show the state of every run, and why a run is not done."""
@@ -195,7 +197,7 @@ def main(
         console.print(str(error), style="red")
         raise typer.Exit(2) from error
     try:
-        found = {f"{f.parent.name}/{f.name}": read_statuses(f) for f in folders}
+        found = {f"{f.parent.name}/{f.name}": read_statuses(f, earlier) for f in folders}
     except SlurmError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from error

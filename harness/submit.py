@@ -16,7 +16,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from analysis.plan import PlanError, freeze
+from analysis.plan import Plan, PlanError, freeze
 from harness import preflight, show
 from harness.expand import Expansion, Run, expand
 from harness.outcome import GOES_ON, WHEN_ASKED
@@ -69,13 +69,22 @@ def sort_out(
 def submit(
     expansion: Expansion, runs: Sequence[Run], *, retry: bool = False
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Freeze the plan, write the folders, ask the queue. Returns what ``sort_out`` does."""
+    """Freeze the plan, write the folders, ask for the runs. Returns what ``sort_out`` does. Raises PlanError."""
     freeze(expansion.plan(), expansion.folder / "plan.json")
     start, leave = sort_out(expansion.folder, runs, retry)
     for run in runs:
         prepare(expansion, run)
     ask(expansion.folder, [run.name for run in expansion.runs], start)
     return start, leave
+
+
+def changes(expansion: Expansion) -> list[str]:
+    """Keys in which this plan differs from the frozen one; [] where none is frozen yet. Raises PlanError."""
+    path = expansion.folder / "plan.json"
+    if not path.exists():
+        return []
+    before, now = Plan.load(path).content(), expansion.plan().content()
+    return sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
 
 
 def main(
@@ -107,12 +116,13 @@ def main(
         name = choose_scale(experiment, scale, cluster)
         expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run)
         chosen = expansion.select(only)
+        changed = changes(expansion)
     except (SpecError, ValidationError, ValueError, PlanError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(EXIT_REFUSED) from error
     obstacles = preflight.problems(expansion, cluster=cluster)
     if dry_run:
-        show.dry_run(console, expansion, chosen, obstacles)
+        show.dry_run(console, expansion, chosen, obstacles, changed)
         if as_json:
             print(json.dumps(show.as_data(expansion, chosen, obstacles)))
         return
@@ -122,7 +132,7 @@ def main(
         console.print("Nothing was started.")
         raise typer.Exit(EXIT_REFUSED)
     start, leave = submit(expansion, chosen, retry=retry)
-    show.submitted(console, expansion, start, leave)
+    show.submitted(console, expansion, start, leave, changed)
     if as_json:
         print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))
     work = run_on_slurm if cluster else run_here

@@ -83,7 +83,7 @@ class Tracker:
             self.state["experiment"] = self._experiment()
             self.state["parent"] = self._find(self._parent_identity) or self._create_parent()
             self._save()
-        statuses = {status.run: status for status in read_statuses(self.folder)}
+        statuses = {status.run: status for status in read_statuses(self.folder, earlier=True)}
         written = 0
         for folder in run_folders(self.folder):
             if (
@@ -194,8 +194,23 @@ class Tracker:
         print_ = [[str(f.relative_to(report)), f.stat().st_size, f.stat().st_mtime] for f in files]
         if files and print_ != self.state.get("report"):
             self.client.log_artifacts(self.state["parent"], str(report), "report")
+            self._log_verdicts(read_json(report / "report.json") or {})
             self.state["report"] = print_
             self._save()
+
+    def _log_verdicts(self, report: dict[str, Any]) -> None:
+        """Verdicts as tags of the parent, each run's value of a valid endpoint as ``final/<endpoint>`` of its child."""
+        plan = read_json(self.folder / "plan.json") or {"identities": {}}
+        runs = {(run["system"], str(run["seed"])): n for n, run in plan["identities"].items()}
+        for endpoint in report.get("endpoints", []):
+            name = f"verdict {endpoint['name']}: {endpoint['candidate']}"
+            self.client.set_tag(self.state["parent"], key_of(name), endpoint["headline"])
+            if endpoint["verdict"] == "INVALID":
+                continue
+            for system, values in endpoint["values"].items():
+                for seed, value in values.items():
+                    run_id = self.state["runs"][runs[system, seed]]["run_id"]
+                    self.client.log_metric(run_id, key_of(f"final/{endpoint['name']}"), value)
 
     # MLflow
 

@@ -95,6 +95,14 @@ def test_runs_are_listed_in_the_order_of_the_submit(make_run):
     assert [s.run for s in read_statuses(scale)] == names[::-1]
 
 
+def test_runs_of_other_code_are_shown_when_asked_for(make_run):
+    old, new = make_run("molt-s0-00000000"), make_run("molt-s0-11111111")
+    scale = new.path.parent
+    ask(scale, [new.name], [])
+    assert [s.run for s in read_statuses(scale)] == [new.name]
+    assert [s.run for s in read_statuses(scale, earlier=True)] == [new.name, old.name]
+
+
 def test_the_command_line_prints_a_table_or_json(make_run):
     folder = make_run()
     scale = folder.path.parent

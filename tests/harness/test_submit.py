@@ -20,7 +20,7 @@ from harness.queue import Queue, ask, take_cores, withdraw
 from harness.run_folder import RunFolder, is_held, write_json
 from harness.spec import load
 from harness.status import queue_lock
-from harness.submit import choose_scale, sort_out, submit
+from harness.submit import changes, choose_scale, sort_out, submit
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import is_alive, until
 from tests.harness.test_spec import write
@@ -72,6 +72,14 @@ def test_the_written_configuration_is_the_resolved_one(expansion):
     submit(expansion, expansion.runs)
     run = expansion.replicates[-1]
     assert load_run_config(expansion.folder / run.name / "config.yaml") == run.config
+
+
+def test_a_changed_margin_is_said_before_it_amends_the_plan(expansion, tmp_path):
+    assert changes(expansion) == []
+    submit(expansion, expansion.runs)
+    assert changes(expansion) == []
+    other = load(write(tmp_path, "margin: 0.05", "margin: 0.2"))
+    assert changes(expand(other, "here", tmp_path / "runs", base=tmp_path)) == ["endpoints"]
 
 
 def test_a_second_submit_rewrites_nothing(expansion):

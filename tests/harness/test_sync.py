@@ -212,6 +212,27 @@ def test_the_report_is_an_artifact_of_the_parent(store, planned):
     assert [artifact.path for artifact in listed] == ["report/report.html"]
 
 
+def test_verdicts_are_tags_and_valid_values_final_metrics(store, planned):
+    folder = planned()
+    report = folder.path.parent / "report"
+    report.mkdir()
+    identities = {folder.name: {"system": "molt", "seed": 0, "identity": folder.run["identity"]}}
+    write_json(folder.path.parent / "plan.json", {"identities": identities})
+    endpoint = {"candidate": "molt", "values": {"molt": {"0": 0.75}}}
+    endpoints = [
+        {**endpoint, "name": "accuracy", "verdict": "INCONCLUSIVE", "headline": "INCONCLUSIVE (n)"},
+        {**endpoint, "name": "speed", "verdict": "INVALID", "headline": "INVALID (waiting)"},
+    ]
+    write_json(report / "report.json", {"endpoints": endpoints})
+    Tracker(folder.path.parent, store).sync()
+    run = child(store, folder)
+    assert run.data.metrics["final/accuracy"] == 0.75
+    assert "final/speed" not in run.data.metrics
+    parent = MlflowClient(store).get_run(run.data.tags["mlflow.parentRunId"])
+    assert parent.data.tags["verdict accuracy: molt"] == "INCONCLUSIVE (n)"
+    assert parent.data.tags["verdict speed: molt"] == "INVALID (waiting)"
+
+
 def test_the_queue_keeps_mlflow_current_until_the_end(store, planned):
     folder = planned(body=TRAIN)
     ask(folder.path.parent, [folder.name], [folder.name])
