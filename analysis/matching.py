@@ -21,7 +21,7 @@ ARM_OWNED = ("trainer", "seed")
 )
 def same_protocol(pair: Pair) -> Finding:
     differing = differing_keys([protocol(run.config) for run in pair.runs])
-    values = {name: f"{len(runs)} runs" for name, runs in pair.arms.items()}
+    values = {name: f"runs compared: {len(runs)}" for name, runs in pair.arms.items()}
     if not all(run.config for run in pair.runs):
         return Finding(False, values, "run.json holds no config")
     found = "; ".join(
@@ -107,6 +107,8 @@ def interleaved(pair: Pair) -> Finding:
     if len(spans) < 2:
         return Finding(None, {}, "time_unix was never recorded")
     values = {name: f"over {(end - start) / 60:.0f} min" for name, (start, end) in spans.items()}
+    if min(len(runs) for runs in pair.arms.values()) < 2:
+        return Finding(None, values, "one run an arm cannot be interleaved")
     first, second = sorted(spans, key=lambda name: spans[name][0])
     apart = spans[first][1] <= spans[second][0]
     return Finding(

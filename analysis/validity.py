@@ -42,7 +42,7 @@ def accounting(pair: Pair) -> Finding:
     rule = pair.plan.lost_run_rule
     p_value = float(stats.fisher_exact([finished, lost]).pvalue)
     problems = [
-        f"{name}: {count} runs lost"
+        f"{name}: {count} runs lost or unfinished"
         for name, count in zip(pair.names, lost)
         if count > rule.max_lost
     ]
