@@ -14,6 +14,7 @@ from harness.identity import (
     digest,
     hash_path,
     outside_files,
+    run_identity,
     take_snapshot,
 )
 from harness.spec import load
@@ -32,6 +33,37 @@ def test_digest_is_sha256_of_canonical_json():
     value = {"b": None, "a": [1, 2.5]}
     assert canonical(value) == '{"a":[1,2.5],"b":null}'
     assert digest(value) == "f66b2c50ccae61e3f2445d2439f42efc245581b18ed184ce5d3c22fb58eed9c4"
+
+
+WHOLE = {
+    "kind": "train",
+    "scale": {"name": "tiny", "nodes": 1},
+    "protocol": {"optimizer": {"lr": 0.1}},
+    "system": {"name": "ours"},
+    "seed": 0,
+    "code": "aa",
+    "files": {"rows.jsonl": "bb"},
+    "image": None,
+    "parents": ("cc",),
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("kind", "warmup"),
+        ("scale", {"name": "tiny", "nodes": 2}),
+        ("protocol", {"optimizer": {"lr": 0.2}}),
+        ("system", {"name": "theirs"}),
+        ("seed", 1),
+        ("code", "ab"),
+        ("files", {"rows.jsonl": "bc"}),
+        ("image", "sha256:dd"),
+        ("parents", ("cd",)),
+    ],
+)
+def test_every_part_counts(part, value):
+    assert run_identity(**WHOLE) != run_identity(**{**WHOLE, part: value})
 
 
 def test_the_same_file_gives_the_same_identities(tmp_path):
