@@ -87,7 +87,7 @@ FAULTS = {
         "every run of megatron ended before molt began",
     ),
     "conformance": (set_run(lambda run: run["conformance"].update(passed=False)), "failed in molt-s1"),
-    "run accounting": ({"lost": {("molt", 0): "oom", ("molt", 1): "oom"}}, "molt: 2 runs lost"),
+    "run accounting": ({"seeds": (0, 1, 2, 3), "lost": {("molt", 0): "oom", ("molt", 1): "oom"}}, "molt: 2 runs lost"),
 }  # fmt: skip
 
 MORE_FAULTS = {
@@ -111,7 +111,7 @@ MORE_FAULTS = {
 
 
 def planted(tmp_path, fault):
-    return write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, **fault)
+    return write_experiment(tmp_path, **{"seeds": (0, 1, 2), "steps": 20, **fault})
 
 
 def test_a_sound_experiment_passes_every_check(sound):
