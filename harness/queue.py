@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -57,36 +57,39 @@ class Job:
 
 @dataclass
 class Queue:
-    """Starts what ``queue.json`` asks for. ``work`` returns when nothing is left, or after ``stop``."""
+    """Starts what ``queue.json`` asks for. ``work`` returns when nothing is left, or when stopped."""
 
     scale_folder: Path
     tracking_uri: str | None = None
     """MLflow store to keep up to date meanwhile."""
     jobs: dict[str, Job] = field(default_factory=dict)
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: bool = False
     sync_failed: bool = False
 
     def work(self, on_tick: Callable[[], None] = lambda: None) -> None:
         """Raises Busy where another queue works here. ``on_tick`` is called about twice a second."""
-        with ExitStack() as after:
-            with hold(queue_lock(self.scale_folder)), self._signals():
+        with self._signals(), ExitStack() as after:
+            with hold(queue_lock(self.scale_folder)):
                 if self.tracking_uri is not None:
                     follower = start_follower(self.scale_folder, self.tracking_uri)
                     after.callback(self._end_follower, follower)
-                while self._step(on_tick):
-                    pass
+                try:
+                    while self._step(on_tick):
+                        pass
+                finally:
+                    self._end_jobs()  # none is left, unless something above failed
 
     def _step(self, on_tick: Callable[[], None]) -> bool:
         """Collect, start, show, wait a tick. False when there is nothing left to do."""
         self._collect()
-        if self.stopping.is_set():
+        if self.stopping:
             self._end_jobs()
         else:
             self._start()
         on_tick()
-        if not self.jobs and (self.stopping.is_set() or not self._waiting()):
+        if not self.jobs and (self.stopping or not self._waiting()):
             return False
-        self.stopping.wait(TICK_S)
+        time.sleep(TICK_S)
         return True
 
     def _end_follower(self, follower: subprocess.Popen) -> None:
@@ -136,10 +139,14 @@ class Queue:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGINT, SIGTERM and SIGHUP stop the queue; what was set before comes back."""
+
+        def stop(*_: object) -> None:
+            self.stopping = True
+
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.getsignal(number) for number in numbers}
         for number in numbers:
-            signal.signal(number, lambda *_: self.stopping.set())
+            signal.signal(number, stop)
         try:
             yield
         finally:

@@ -162,7 +162,7 @@ def run_here(console: Console, expansion: Expansion, start: list[str], wait: boo
             console.print(
                 f"MLflow is behind: see {folder}/sync.log; python -m harness.sync mends it."
             )
-        if queue.stopping.is_set():
+        if queue.stopping:
             console.print("Stopped. Nothing is lost: the same command goes on from here.")
             return EXIT_INTERRUPTED
     return settle(console, expansion)

@@ -136,6 +136,20 @@ def test_a_folder_hashes_names_and_contents(tmp_path):
     assert hash_path(tmp_path) != before
 
 
+def test_a_large_file_counts_by_size_head_and_tail(tmp_path):
+    path = tmp_path / "weights"
+    mebibyte = 1 << 20
+    path.write_bytes(bytes(4 * mebibyte))
+    before = hash_path(path, whole_up_to=mebibyte)
+    for position, changes in ((0, True), (2 * mebibyte, False), (4 * mebibyte - 1, True)):
+        data = bytearray(4 * mebibyte)
+        data[position] = 1
+        path.write_bytes(data)
+        assert (hash_path(path, whole_up_to=mebibyte) != before) is changes
+    path.write_bytes(bytes(4 * mebibyte + 1))
+    assert hash_path(path, whole_up_to=mebibyte) != before
+
+
 def test_code_is_what_a_run_can_import():
     names = {str(name) for name in code_files()}
     assert {"molt_core/config.py", "harness/baselines/megatron_core.py"} <= names
