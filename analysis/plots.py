@@ -74,8 +74,10 @@ STYLE = {
 
 
 def forest(results: Sequence[EndpointResult]) -> str:
-    """Every endpoint's difference in units of its margin, better to the right; the band is the margin."""
+    """Every endpoint's difference in units of its margin, better to the right; the band is the margin. "" where none may be shown."""
     shown = [r for r in results if r.comparison and r.decision.verdict != Verdict.INVALID]
+    if not shown:
+        return ""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDE, 0.9 + 0.55 * len(results)))
         axes.axvspan(-1, 1, color=FAINT, alpha=0.22, lw=0)

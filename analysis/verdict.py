@@ -163,6 +163,8 @@ def _outlook(decision: Decision) -> str:
     """Half a sentence: what stands in the way, or how many runs would settle it."""
     if decision.needed is not None:
         return f"if the arms are truly equal, showing it takes n = {decision.needed}"
+    if decision.verdict == Verdict.INVALID:
+        return f"the comparison is invalid ({decision.detail})"
     return "; ".join(decision.reasons)
 
 
