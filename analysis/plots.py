@@ -74,7 +74,7 @@ STYLE = {
 
 
 def forest(results: Sequence[EndpointResult]) -> str:
-    """Every endpoint's difference in units of its margin, better to the right; the band is the margin. "" where none may be shown."""
+    """Every endpoint's difference in units of its margin, better to the right; "" where no number may be shown."""
     shown = [r for r in results if r.comparison and r.decision.verdict != Verdict.INVALID]
     if not shown:
         return ""
