@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.syntax import Syntax
@@ -111,7 +112,7 @@ def dry_run(
     if changed:
         console.print(_amended(changed), highlight=False)
     for obstacle in obstacles:
-        console.print(f"[red]Would be refused here:[/] {obstacle}", highlight=False)
+        console.print(f"[red]Would be refused here:[/] {escape(obstacle)}", highlight=False)
     console.print("Dry run: nothing was started and nothing was written.")
 
 

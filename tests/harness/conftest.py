@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+import tempfile
 
 import pytest
 
@@ -80,14 +80,8 @@ def job_command():
     return lambda folder: [sys.executable, "-m", "harness.job", str(folder.path)]
 
 
-@pytest.fixture(autouse=True)
-def _own_cores(monkeypatch, tmp_path_factory):
-    """Tests do not wait for the cores that another queue of this user holds."""
-    import tempfile
-
-    place = tmp_path_factory.mktemp("t")
-    monkeypatch.setenv("TMPDIR", str(place))
+@pytest.fixture
+def own_cores(monkeypatch, tmp_path_factory):
+    """A machine of one's own: tests do not wait for the cores that another queue of this user holds."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("own")))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    yield
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    assert Path(place).exists()

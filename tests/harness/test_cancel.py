@@ -15,6 +15,8 @@ from harness.status import queue_lock, read_status
 from tests.harness.test_job import is_alive, until
 from tests.harness.test_submit import in_scale, queue_process
 
+pytestmark = pytest.mark.usefixtures("own_cores")
+
 FOREVER = "beat('training', 1)\n(run / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
 
 

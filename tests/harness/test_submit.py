@@ -25,6 +25,8 @@ from tests.harness.conftest import TRAIN
 from tests.harness.test_job import is_alive, until
 from tests.harness.test_spec import write
 
+pytestmark = pytest.mark.usefixtures("own_cores")
+
 ROOT = Path(__file__).resolve().parents[2]
 FOREVER = "beat('training', 1)\n(run / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
 

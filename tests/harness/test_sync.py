@@ -18,6 +18,8 @@ from harness.sync import default_uri, ensure_store
 from harness.tracking import Tracker, key_of, new_records, points
 from tests.harness.conftest import TRAIN
 
+pytestmark = pytest.mark.usefixtures("own_cores")
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
