@@ -30,6 +30,8 @@ CODE = ("molt_core", "harness/__init__.py", "harness/baselines", "harness/confor
 """What a run can import of this project, relative to ROOT."""
 
 MIB = 1 << 20
+WHOLE_UP_TO = 64 * MIB
+"""Largest file of a published model that is hashed byte by byte."""
 SCHEMA = 1
 """Raise when a change elsewhere in the harness changes results: every identity changes with it."""
 
@@ -123,7 +125,7 @@ def outside_files(config: RunConfig, base: Path) -> dict[str, str | None]:
         paths.append(config.task.source)
     found = {text: hash_path(base / text) if (base / text).exists() else None for text in paths}
     if config.model.path is not None and (base / config.model.path).is_dir():
-        found[config.model.path] = hash_path(base / config.model.path, whole_up_to=64 * MIB)
+        found[config.model.path] = hash_path(base / config.model.path, WHOLE_UP_TO)
     if ":" in config.task.agent:
         found[config.task.agent] = _module_hash(config.task.agent)
     return found

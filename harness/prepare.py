@@ -11,7 +11,7 @@ import yaml
 
 from harness import fingerprints
 from harness.expand import Expansion, Run
-from harness.identity import ROOT, looks_like_path
+from harness.identity import ROOT, WHOLE_UP_TO, hash_path, looks_like_path
 from harness.run_folder import RunFolder, write_json
 from molt_core.config import RunConfig
 
@@ -31,6 +31,8 @@ def prepare(expansion: Expansion, run: Run) -> RunFolder:
 
 def record(expansion: Expansion, run: Run) -> dict[str, Any]:
     """The content of run.json at submit."""
+    weights = expansion.base / (run.config.model.path or "")
+    published = run.config.model.path is not None and weights.is_dir()
     return {
         "schema_version": 1,
         "experiment": expansion.experiment.name,
@@ -49,6 +51,7 @@ def record(expansion: Expansion, run: Run) -> dict[str, Any]:
         },
         "config": run.config.model_dump(mode="json"),
         "image": None,
+        **({"warmup_content_hash": hash_path(weights, WHOLE_UP_TO)} if published else {}),
         "submitted": time.time(),
         "git": fingerprints.commit(ROOT),
         "fingerprints": {"code": expansion.snapshot.hash},

@@ -76,6 +76,18 @@ def test_the_written_configuration_is_the_resolved_one(expansion):
     assert load_run_config(expansion.folder / run.name / "config.yaml") == run.config
 
 
+def test_published_weights_are_the_recorded_start_where_there_is_no_warm_up(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"abc")
+    path = write(tmp_path, "{builtin: tiny-qwen3-vl-moe}", "{path: weights}")
+    path.write_text(path.read_text().replace("  warmup: {steps: 3}\n", ""))
+    expansion = expand(load(path), "here", tmp_path / "runs", base=tmp_path)
+    submit(expansion, expansion.runs)
+    runs = [RunFolder(expansion.folder / run.name).run for run in expansion.replicates]
+    assert len({run["warmup_content_hash"] for run in runs}) == 1
+    assert str((tmp_path / "weights").resolve()) in runs[0]["command"]
+
+
 def test_a_changed_margin_is_said_before_it_amends_the_plan(expansion, tmp_path):
     assert changes(expansion) == []
     submit(expansion, expansion.runs)
