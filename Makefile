@@ -24,6 +24,7 @@ setup:  ## make .venv from requirements/cpu.lock (EXTRA=gpu: from gpu.lock); doe
 demo: setup  ## run the matched experiment here, end to end, and report its verdicts
 	@$(RUN) -m harness.submit experiments/moe_vl.yaml --wait || [ $$? -eq 1 ]
 	@$(RUN) -m analysis.report moe_vl
+	@$(RUN) -m harness.sync moe_vl
 	@echo
 	@echo "Next:"
 	@echo "  open the report      runs/moe_vl/tiny/report/report.html"

@@ -236,6 +236,14 @@ class RunConfig(Strict):
     )
 
     @model_validator(mode="after")
+    def _no_reference_policy_yet(self) -> RunConfig:
+        if self.algorithm.kl_coef > 0:
+            raise ValueError(
+                "algorithm.kl_coef needs a reference policy, which a run does not load yet; set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _correction_where_off_policy(self) -> RunConfig:
         algorithm = self.algorithm
         if (

@@ -31,7 +31,7 @@ HIDDEN, EXPERT, HEAD_DIM, PATCH = 64, 96, 32, 8
 VOCABULARY = 384
 """Rows of the embedding: more than the tokenizer has, as in the published models; the surplus must never be sampled."""
 
-ROUTER_STD = 0.25
+ROUTER_STD = 0.5
 """Routers start decided, as in a trained model: near-uniform scores would tie within rounding at every twentieth token, and
 a tie leaves nothing to compare between trainer and engine."""
 

@@ -21,7 +21,7 @@ from molt_core.rollout.engine import Engine, EngineError
 from molt_core.rollout.record import Recorder
 from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
 
-PROBE_SAMPLES = 4
+PROBE_SAMPLES = 2
 """Continuations of one prompt in a probe: enough prompts to vary the images, few enough to render."""
 
 

@@ -87,6 +87,7 @@ FAULTS = {
         "every run of megatron ended before molt began",
     ),
     "conformance": (set_run(lambda run: run["conformance"].update(passed=False)), "failed in molt-s1"),
+    "router ties": (set_field("tokens_router_tied", 5, step=0), "of the probed tokens"),
     "run accounting": ({"seeds": (0, 1, 2, 3), "lost": {("molt", 0): "oom", ("molt", 1): "oom"}}, "molt: 2 runs lost"),
 }  # fmt: skip
 
@@ -100,7 +101,6 @@ MORE_FAULTS = {
         (set_field("mismatch_max", 2e-3), "mismatch_max 0.002 at step 12"),
         (drop_field("mismatch_p99"), "mismatch_p99 was never recorded"),
         (set_field("mismatch_tokens", 100), "100 tokens scored at step 12"),
-        (set_field("tokens_router_tied", 5, step=0), "have a tied router"),
         (set_field("mismatch_p99", None), "mismatch measured in 11 of 20 steps"),
     ],
     "books closed": [

@@ -11,6 +11,7 @@ from molt_core.config import RunConfig
 from molt_core.data import prompt_source
 from molt_core.loop import Loop
 from molt_core.metrics import RunWriter
+from molt_core.models.load import content_hash, load_policy
 
 pytestmark = pytest.mark.engine
 STEPS = 8
@@ -107,8 +108,22 @@ def test_prompt_fingerprint_is_the_hash_of_prompt_ids_in_dispatch_order(records)
     assert records[2]["prompts_fingerprint"] == hashlib.sha256(ids.encode()).hexdigest()[:16]
 
 
-def test_synchronous_training_is_strictly_on_policy(ray_session, tiny_checkpoint, tmp_path):
-    config = run_config(loop={"steps": 2, "max_staleness": 0})
-    records = run_loop(config, tiny_checkpoint, tmp_path)
-    assert [record["lag_max"] for record in records[1:]] == [0, 0]
-    assert sum(record["tokens_across_refit"] for record in records[1:]) == 0
+def test_synchronous_training_with_two_engines_and_two_ranks(
+    ray_session, tiny_checkpoint, tmp_path, records
+):
+    config = run_config(
+        loop={"steps": 2, "max_staleness": 0},
+        engine={"count": 2, "max_sequences": 64},
+        trainer={"world_size": 2, "micro_batch_rows": 5},
+    )
+    synchronous = run_loop(config, tiny_checkpoint, tmp_path)
+    assert [record["lag_max"] for record in synchronous[1:]] == [0, 0]
+    assert sum(record["tokens_across_refit"] for record in synchronous[1:]) == 0
+    assert max(record["mismatch_max"] for record in synchronous) <= 1e-3
+    assert [record["policy_version"] for record in synchronous[1:]] == [1, 2]
+    # Same seed, so the same prompts in the same order, whatever the layout and the schedule.
+    for step in (1, 2):
+        assert synchronous[step]["prompts_fingerprint"] == records[step]["prompts_fingerprint"]
+    policy = tmp_path / "checkpoints" / "policy"
+    assert content_hash(policy) != content_hash(tiny_checkpoint)
+    load_policy(policy)
