@@ -25,6 +25,7 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 from analysis import wording  # noqa: E402
 from analysis.inference import mean_interval  # noqa: E402
 from analysis.load import Experiment, RunRecord, steady  # noqa: E402
+from analysis.summaries import mean_over_steps  # noqa: E402
 from analysis.verdict import EndpointResult, Verdict  # noqa: E402
 
 INK, FAINT = "#010203", "#040506"
@@ -143,8 +144,7 @@ def step_parts(experiment: Experiment) -> str:
         rows = [steady(run, experiment.plan.exclusion) for run in runs]
         left = np.zeros(len(runs))
         for field, (label, colour, hatch) in PARTS.items():
-            width = np.array([row[field].mean() if field in row else 0.0 for row in rows])
-            width = np.nan_to_num(width)
+            width = np.array([mean_over_steps(row, field) for row in rows])
             if width.any():
                 axes.barh(
                     range(len(runs)), width, left=left, color=colour, hatch=hatch, label=label,

@@ -111,24 +111,16 @@ def verdict_table(data: dict[str, Any]) -> Table:
     table = Table(
         title=f"{data['experiment']} ({data['scale']}): {data['question']}", title_justify="left"
     )
-    for heading in (
-        "endpoint",
-        "difference",
-        f"{100 - 100 * data['alpha']:g}\u202f% interval",
-        "margin",
-        "n",
-        "verdict",
-    ):
-        table.add_column(heading, overflow="fold")
+    level = f"{100 - 100 * data['alpha']:g}\u202f%"
+    for heading in ("endpoint", f"difference, {level} interval", "margin", "verdict"):
+        table.add_column(heading)
     for e in data["endpoints"]:
-        verdict = Verdict(e["verdict"])
         table.add_row(
-            f"{e['name']}{' *' if e['primary'] else ''}\n{e['candidate']} vs {e['baseline']}",
-            e["estimate_text"],
-            e["ci_text"],
+            f"{e['name']}{' *' if e['primary'] else ''}\n"
+            f"{e['candidate']} vs {e['baseline']}, {e['n']} and {e['n_baseline']} runs",
+            f"{e['estimate_text']}\n{e['ci_text']}",
             e["margin_text"],
-            f"{e['n']} and {e['n_baseline']}",
-            Text(e["headline"], style=TERMINAL_STYLES[verdict]),
+            Text(e["headline"], style=TERMINAL_STYLES[Verdict(e["verdict"])]),
         )
     table.caption = "* primary; differences read candidate minus baseline"
     return table

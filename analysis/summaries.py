@@ -76,3 +76,8 @@ def _total_rate(endpoint: Endpoint, run: RunRecord, rules: ExclusionRules) -> fl
     if denominator == 0:
         raise SummaryError(f"{run.folder}: {' + '.join(endpoint.field.denominator)} sums to 0")
     return total(endpoint.field.numerator) / denominator
+
+
+def mean_over_steps(metrics: pd.DataFrame, field: str) -> float:
+    """Total of ``field`` over the number of steps: a part that few steps have, an evaluation say, counts as rarely as it is."""
+    return float(metrics[field].sum() / len(metrics)) if field in metrics and len(metrics) else 0.0

@@ -7,7 +7,7 @@ import pytest
 
 from analysis.load import FINISHED, RunRecord
 from analysis.plan import Endpoint, ExclusionRules, Rate
-from analysis.summaries import SummaryError, initial_value, summarise
+from analysis.summaries import SummaryError, initial_value, mean_over_steps, summarise
 
 NO_RULES = ExclusionRules(warmup_steps=0, after_resume_steps=0)
 
@@ -71,3 +71,9 @@ def test_an_absent_field_is_named_with_its_run():
 
 def test_the_initial_value_is_the_first_record():
     assert initial_value(endpoint("a", "at_last_step"), run_of(a=[0.2, 0.9], steps=[0, 5])) == 0.2
+
+
+def test_a_part_that_few_steps_have_is_spread_over_all_of_them():
+    metrics = pd.DataFrame({"t_eval_s": [None, None, 3.0, None], "wall_s": [1.0, 1.0, 4.0, 1.0]})
+    assert mean_over_steps(metrics, "t_eval_s") == 3.0 / 4
+    assert mean_over_steps(metrics, "t_checkpoint_s") == 0.0
