@@ -19,13 +19,13 @@ class Strict(BaseModel):
 
 
 class ModelConfig(Strict):
-    """The policy. Either a built-in tiny model, made from code and a seed, or a Hugging Face folder or name."""
+    """The policy. Either a built-in tiny model, made from code and a seed, or a Hugging Face folder."""
 
     builtin: str | None = Field(
         None, description="name of a built-in model, e.g. tiny-qwen3-vl-moe"
     )
     builtin_seed: int = Field(0, description="seed of the built-in model's initial weights")
-    path: str | None = Field(None, description="Hugging Face folder or name, where not built in")
+    path: str | None = Field(None, description="Hugging Face folder, where not built in")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of the forward pass"
     )
@@ -167,6 +167,11 @@ class ProbeConfig(Strict):
 
     every: int = Field(1, gt=0, description="refits between probes")
     tokens: int = Field(256, ge=1, description="least action tokens scored by a probe")
+    new_tokens: int = Field(
+        64,
+        ge=1,
+        description="longest continuation of a probe, where sampling.max_new_tokens is longer",
+    )
     tie_gap: float = Field(
         1e-5,
         ge=0,
@@ -193,7 +198,7 @@ class EngineConfig(Strict):
     tensor_parallel: int = Field(1, gt=0)
     device: Literal["cpu", "cuda"] = "cpu"
     kv_cache_blocks: int | None = Field(
-        256, gt=0, description="KV cache size in blocks; none lets vLLM choose"
+        None, gt=0, description="KV cache size in blocks; none lets vLLM choose"
     )
     max_sequences: int = Field(128, gt=0, description="most sequences decoded together")
     threads: int = Field(1, gt=0, description="CPU threads of an engine")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import ray
 from molt_core import metrics
 from molt_core.algo.advantages import advantages
 from molt_core.config import RunConfig
+from molt_core.data import prompt_source
 from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.worker import RolloutWorker
 from molt_core.train.worker import ProbeResult, TrainerGroup
@@ -42,7 +44,8 @@ class Loop:
 
     def __init__(self, config: RunConfig, checkpoint: Path, writer: metrics.RunWriter) -> None:
         self.config, self.checkpoint, self.writer = config, checkpoint, writer
-        self.pool = Pool(config.rollout, config.loop)
+        prompts = prompt_source(config.task, "train", config.seed)
+        self.pool = Pool(config.rollout, config.loop, lambda index: prompts.item(index).prompt_id)
         self.changed = asyncio.Event()
         self.tasks: set[asyncio.Task] = set()
         self.dropped_in_a_row = 0
@@ -135,7 +138,7 @@ class Loop:
     async def _step(self, step: int) -> None:
         waiting = time.time()
         batch: Batch = await self._until(self.pool.take)
-        lags = self._lags(batch)
+        lags = self.pool.lags(batch)
         waited = time.time() - waiting
         rows = [segment for group in batch.groups for segment in group.segments]
         result = await self.trainer.step(
@@ -146,9 +149,11 @@ class Loop:
                 f"step {step}: loss {result.sums['loss']}, gradient norm {result.grad_norm}"
             )
         self.pool.trained(batch, int(result.sums["tokens"]))
-        refit_started = time.time()
         if self.pool.lockstep:
+            waiting = time.time()
             await self._until(lambda: not self.pool.running)
+            waited += time.time() - waiting
+        refit_started = time.time()
         refit = await self._refit()
         refit_s = time.time() - refit_started
         probe_started = time.time()
@@ -157,7 +162,7 @@ class Loop:
         if self._evaluates(step):
             self.writer.heartbeat("evaluating", step)
         evaluation = await self._evaluate() if self._evaluates(step) else {}
-        busy, generated = await self._engine_clocks()
+        busy, engine_tokens = await self._engine_clocks()
         self.pool.check()
         dispatch_hash, trained_hash = self.pool.fingerprints(step)
         ended = time.time()
@@ -181,6 +186,8 @@ class Loop:
                 "prompts_fingerprint": dispatch_hash,
                 "trained_fingerprint": trained_hash,
                 **metrics.books(self.pool),
+                "tokens_evaluation": engine_tokens["eval"],
+                "tokens_probe": engine_tokens["probe"],
                 **metrics.batch(batch),
                 **metrics.training(result, self.config.optimizer.clip_norm),
                 **self.reward_sums.take(),
@@ -189,18 +196,6 @@ class Loop:
             }
         )
         self.step_started = ended
-
-    def _lags(self, batch: Batch) -> np.ndarray:
-        """Version at training minus version at sampling, for each action token; raises where the bound is broken."""
-        lags = batch.version - np.concatenate(
-            [row.versions[row.action_mask] for group in batch.groups for row in group.segments]
-        )
-        if lags.min() < 0 or lags.max() > self.config.loop.max_staleness:
-            raise ContractError(
-                f"lag {lags.min()}..{lags.max()} at version {batch.version} breaks max_staleness "
-                f"{self.config.loop.max_staleness}"
-            )
-        return lags
 
     async def _refit(self):
         """Give the engines the trainer's weights. The first one, before any step, is version 0 again: an identity."""
@@ -219,12 +214,17 @@ class Loop:
         """
         rows: list[Trajectory] = []
         if self.pool.version % self.config.probe.every == 0:
-            count = -(-self.config.probe.tokens // self.config.rollout.sampling.max_new_tokens)
+            length = min(self.config.probe.new_tokens, self.config.rollout.sampling.max_new_tokens)
+            count = -(-self.config.probe.tokens // length)
             each = -(-count // len(self.workers))
             probes = await asyncio.gather(
                 *(worker.probe.remote(each, self.pool.version) for worker in self.workers)
             )
             rows = [row for probe in probes for row in probe]
+            if sum(row.action_tokens for row in rows) < self.config.probe.tokens:
+                raise ContractError(
+                    f"a probe of {self.config.probe.tokens} tokens had room for fewer; raise model.max_length"
+                )
         self._dispatch()
         return await self.trainer.score(rows) if rows else None
 
@@ -240,11 +240,11 @@ class Loop:
         )
         return metrics.evaluation([r for share in results for r in share], time.time() - started)
 
-    async def _engine_clocks(self) -> tuple[list[tuple[float, float]], int]:
+    async def _engine_clocks(self) -> tuple[list[tuple[float, float]], Counter[str]]:
+        """Stretches of decoding since the last call, and tokens sampled so far by what they were for."""
         clocks = await asyncio.gather(*(worker.busy.remote() for worker in self.workers))
-        return [stretch for stretches, _ in clocks for stretch in stretches], sum(
-            n for _, n in clocks
-        )
+        tokens = sum((Counter(tokens) for _, tokens in clocks), Counter())
+        return [stretch for stretches, _ in clocks for stretch in stretches], tokens
 
     def _devices(self) -> int:
         engine = self.config.engine
@@ -254,7 +254,8 @@ class Loop:
         """At the end the engines' own count of training tokens equals the books', with what is left in flight."""
         await self._until(lambda: not self.pool.running)
         self.pool.check()
-        _, generated = await self._engine_clocks()
+        _, engine_tokens = await self._engine_clocks()
+        generated = engine_tokens["train"]
         if generated != self.pool.tokens.generated:
             raise BooksError(
                 f"the engines generated {generated} action tokens, the books know of {self.pool.tokens.generated}"

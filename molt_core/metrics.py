@@ -130,10 +130,14 @@ def probe(result: ProbeResult) -> dict[str, float]:
 def evaluation(rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
     """Held-out items, one rollout each. A rollout that failed counts as reward 0 and is counted apart."""
     rewards = np.array([rollout.reward if rollout.status == "ok" else 0.0 for rollout in rollouts])
-    return {
+    spread = (
+        {"eval_reward_stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5)}
+        if len(rewards) > 1
+        else {}
+    )
+    return spread | {
         "t_eval_s": seconds,
         "eval_reward_mean": float(rewards.mean()),
-        "eval_reward_stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5),
         "eval_items": len(rewards),
         "eval_failed": sum(rollout.status != "ok" for rollout in rollouts),
         "eval_tokens": sum(rollout.action_tokens for rollout in rollouts),

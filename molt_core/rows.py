@@ -76,7 +76,8 @@ def read_split(source: Path, split: Split, held_out: int) -> list[Row]:
     """The training or the held-out rows of a file or folder.
 
     Held out: the first ``held_out`` rows of a folder's test split where it has one (``test/``, ``test-00000-of-00001.parquet``,
-    ``validation.jsonl``), else the ``held_out`` rows whose ids hash lowest, a choice that depends on neither order nor seed.
+    ``validation.jsonl``), else the ``held_out`` rows whose ids hash lowest: whatever the seed and, where rows have an ``id``,
+    whatever their order.
     Raises DataError.
     """
     files = _files(source)
@@ -84,9 +85,15 @@ def read_split(source: Path, split: Split, held_out: int) -> list[Row]:
     if tests:
         if len(tests) == len(files):
             raise DataError(f"task.source: {source} has held-out files and no training file")
-        return (
-            _read(tests)[:held_out] if split == "eval" else _read(sorted(set(files) - set(tests)))
-        )
+        if split == "train":
+            return _read(sorted(set(files) - set(tests)))
+        rows = _read(tests)
+        if len(rows) < held_out:
+            raise DataError(
+                f"task.eval_items: {held_out} held-out rows are asked for and the test split of {source} has "
+                f"{len(rows)}; lower it"
+            )
+        return rows[:held_out]
     rows = _read(files)
     if held_out >= len(rows):
         raise DataError(

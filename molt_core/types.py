@@ -24,7 +24,7 @@ class ContractError(ValueError):
     """A trajectory, rollout or group that breaks the data contract; the message names the field and the position."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageInput:
     """One image of a prompt: the pixels that the engine receives and the patches that the trainer receives.
 

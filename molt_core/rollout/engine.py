@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ class Engine:
         vllm_plugin.register()
         self.clock = BusyClock()
         self.version = 0
+        self.tokens: Counter[str] = Counter()
         self._eos_id = eos_id
         self._excluded = {int(token): EXCLUDED_BIAS for token in excluded_ids}
         self._requests = 0
@@ -165,8 +167,11 @@ class Engine:
         max_new_tokens: int,
         seed: int,
         stop_at_eos: bool = True,
+        purpose: str = "train",
     ) -> Sampled:
         """Sample one continuation. ``prompt_ids`` has one placeholder an image (the engine expands it).
+
+        The new tokens are counted in ``tokens[purpose]`` as vLLM returned them, before anything else looks at them.
 
         Raises ContractError where the engine leaves out a log-probability or a version.
         """
@@ -192,16 +197,17 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        pixels = tuple((image.pixels.tobytes(), image.pixels.shape) for image in images)
-        prompt = self._rendered(tuple(prompt_ids), pixels)
         self._requests += 1
         request_id = f"r{self._requests}"
         try:
+            pixels = tuple((image.pixels.tobytes(), image.pixels.shape) for image in images)
+            prompt = self._rendered(tuple(prompt_ids), pixels)
             with self.clock.request():
                 async for output in self._llm.generate(prompt, params, request_id):
                     final = output
         except Exception as error:
             raise EngineError(f"generation failed: {type(error).__name__}: {error}") from error
+        self.tokens[purpose] += len(final.outputs[0].token_ids)
         return _sampled(final)
 
     def _render(self, prompt_ids: tuple[int, ...], pixels: tuple[tuple, ...]) -> Any:

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from molt_core.config import LoopConfig, RolloutConfig
-from molt_core.types import Batch, Group
+from molt_core.types import Batch, ContractError, Group
 
 
 class BooksError(RuntimeError):
@@ -43,7 +46,10 @@ class Books:
 
 
 class Pool:
-    def __init__(self, rollout: RolloutConfig, loop: LoopConfig) -> None:
+    def __init__(
+        self, rollout: RolloutConfig, loop: LoopConfig, prompt_id: Callable[[int], str]
+    ) -> None:
+        """``prompt_id(index)`` names the prompt at a place of the dispatch order."""
         self.size = rollout.groups_per_step
         self.drop_zero_variance = rollout.drop_zero_variance
         self.loop = loop
@@ -54,7 +60,7 @@ class Pool:
         """Whole groups that wait for the trainer, by dispatch index."""
         self.dispatched = 0
         self.tokens, self.groups = Books(), Books()
-        self._prompt_ids: dict[int, str] = {}
+        self._prompt_id = prompt_id
         self._dispatch_hash, self._hashed = hashlib.sha256(), 0
         self._trained_hash = 0
 
@@ -76,8 +82,11 @@ class Pool:
 
     def finish(self, group: Group) -> str | None:
         """Take in a generated group; returns the reason where it is dropped."""
+        if group.prompt_id != self._prompt_id(group.index):
+            raise ContractError(
+                f"group {group.index} is of prompt {group.prompt_id}, dispatched was {self._prompt_id(group.index)}"
+            )
         del self.running[group.index]
-        self._prompt_ids[group.index] = group.prompt_id
         self.tokens.generated += group.tokens_generated
         reason = self._reason_to_drop(group)
         if reason:
@@ -122,6 +131,24 @@ class Pool:
             for due in range(self.version, self.version + staleness + 1)
         )
 
+    def lags(self, batch: Batch) -> np.ndarray:
+        """Version at training minus version at sampling, for each action token.
+
+        Raises ContractError where the bound is broken, or where a token was sampled over a KV cache of older weights.
+        """
+        rows = [row for group in batch.groups for row in group.segments]
+        lags = batch.version - np.concatenate([row.versions[row.action_mask] for row in rows])
+        if lags.min() < 0 or lags.max() > self.loop.max_staleness:
+            raise ContractError(
+                f"lag {lags.min()}..{lags.max()} at version {batch.version} breaks max_staleness "
+                f"{self.loop.max_staleness}"
+            )
+        if any(row.mixed[row.action_mask].any() for row in rows):
+            raise ContractError(
+                "a token sampled over an older KV cache has no exact version and no correction"
+            )
+        return lags
+
     def trained(self, batch: Batch, tokens: int) -> None:
         """The trainer has stepped on ``batch`` and counted ``tokens`` action tokens."""
         for group in batch.groups:
@@ -143,6 +170,6 @@ class Pool:
     def fingerprints(self, step: int) -> tuple[str, str]:
         """(hash of the first ``step * groups_per_step`` prompt ids in dispatch order, order-free hash of trained groups)."""
         while self._hashed < step * self.size:
-            self._dispatch_hash.update(self._prompt_ids.pop(self._hashed).encode() + b"\n")
+            self._dispatch_hash.update(self._prompt_id(self._hashed).encode() + b"\n")
             self._hashed += 1
         return self._dispatch_hash.hexdigest()[:16], f"{self._trained_hash:016x}"

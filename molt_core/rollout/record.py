@@ -8,7 +8,7 @@ segment. Nothing is ever re-tokenised.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,12 +16,12 @@ import numpy as np
 from molt_core.agents.base import Generation
 from molt_core.config import SamplingConfig
 from molt_core.render import collapse
-from molt_core.rollout.engine import Engine
+from molt_core.rollout.engine import EngineError, Sampled
 from molt_core.types import NOT_SAMPLED, ContractError, ImageInput, Prompt, Trajectory, Turn
 
 
 def request_seed(*key: int | str) -> int:
-    """A 31-bit seed that is a function of (run seed, prompt, sample, segment, turn) and of nothing else."""
+    """A 31-bit seed that is a function of (run seed, prompt, sample, number of the call) and of nothing else."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -64,7 +64,7 @@ class Recorder:
 
     def __init__(
         self,
-        engine: Engine,
+        generate: Callable[..., Awaitable[Sampled]],
         prompt: Prompt,
         sampling: SamplingConfig,
         max_length: int,
@@ -72,9 +72,11 @@ class Recorder:
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self.prompt = prompt
-        self._engine, self._sampling, self._max_length = engine, sampling, max_length
+        self._generate, self._sampling, self._max_length = generate, sampling, max_length
         self._seed_key, self._decode = seed_key, decode
         self._segments: list[_Segment] = []
+        self._calls = 0
+        self._failure: ContractError | EngineError | None = None
         self.tokens_generated = 0
 
     async def generate(
@@ -89,25 +91,29 @@ class Recorder:
         room = min(self._sampling.max_new_tokens, self._max_length - len(token_ids))
         if room <= 0:
             return Generation((), "", "length")
-        segment, feedback = self._place(token_ids, images)
-        seed = request_seed(*self._seed_key, len(self._segments), len(segment.turns))
-        sampled = await self._engine.generate(
-            collapse(token_ids, images),
-            images,
-            temperature=self._sampling.temperature,
-            max_new_tokens=room,
-            seed=seed,
-            stop_at_eos=self._sampling.stop_at_eos,
-        )
-        if list(sampled.prompt_token_ids) != token_ids:
-            raise ContractError(
-                f"engine and renderer expand prompt {self.prompt.prompt_id} differently: "
-                f"{len(sampled.prompt_token_ids)} and {len(token_ids)} tokens"
+        call, self._calls = self._calls, self._calls + 1
+        seed = request_seed(*self._seed_key, call)
+        try:
+            sampled = await self._generate(
+                collapse(token_ids, images),
+                images,
+                temperature=self._sampling.temperature,
+                max_new_tokens=room,
+                seed=seed,
+                stop_at_eos=self._sampling.stop_at_eos,
             )
-        # Written down only now: a call that failed leaves the rollout as it was.
+            if list(sampled.prompt_token_ids) != token_ids:
+                raise ContractError(
+                    f"engine and renderer expand prompt {self.prompt.prompt_id} differently: "
+                    f"{len(sampled.prompt_token_ids)} and {len(token_ids)} tokens"
+                )
+        except (ContractError, EngineError) as error:
+            self._failure = self._failure or error
+            raise
+        # Placed and written down only now: a call that failed leaves the rollout as it was, and a call that ran beside
+        # this one may have extended the segment.
         self.tokens_generated += len(sampled.token_ids)
-        if not segment.turns and segment not in self._segments:
-            self._segments.append(segment)
+        segment, feedback = self._place(token_ids, images)
         segment.append(feedback, None, None)
         segment.images = images
         start = len(segment.token_ids)
@@ -135,7 +141,15 @@ class Recorder:
                 return last, token_ids[known:]
         segment = _Segment([], len(token_ids), images)
         segment.append(token_ids, None, None)
+        self._segments.append(segment)
         return segment, []
 
+    def raise_failure(self) -> None:
+        """Raise the engine's or the contract's first failure, also where the agent caught it."""
+        if self._failure is not None:
+            raise self._failure
+
     def trajectories(self) -> tuple[Trajectory, ...]:
+        """What was sampled. Raises what ``raise_failure`` raises."""
+        self.raise_failure()
         return tuple(segment.trajectory() for segment in self._segments)

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 BUCKET_BYTES = 256 * 2**20
 ALIGNMENT = 16
+CHECKSUM_WORDS = 2**24
 
 
 class RefitError(RuntimeError):
@@ -81,10 +82,15 @@ def unpack(slots: Sequence[TensorSlot], buffer: torch.Tensor) -> Iterator[tuple[
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """Position-dependent 64-bit sum of a bucket's words, on whatever device it lies. Wraps around."""
-    words = buffer.view(torch.int32).to(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device=words.device) % 8191 + 1
-    return int((words * place).sum())
+    """Position-dependent 64-bit sum of a bucket's words, on whatever device it lies. Wraps around.
+
+    In pieces, because a word takes sixteen bytes on the way.
+    """
+    total = 0
+    for start, words in enumerate(buffer.view(torch.int32).split(CHECKSUM_WORDS)):
+        place = torch.arange(len(words), device=words.device) + start * CHECKSUM_WORDS
+        total += int((words.to(torch.int64) * (place % 8191 + 1)).sum())
+    return total
 
 
 def join_group(

@@ -7,8 +7,9 @@ so no token crosses a process boundary on its own. Evaluation and probes use the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ class RolloutWorker:
             lambda index: self.renderer.prompt(self.held_out.item(index), index)
         )
         self.agent = load_agent(self.config.task)
-        self.tokens_generated = 0
         self.engine = Engine(
             self.checkpoint,
             self.config.model,
@@ -56,7 +56,6 @@ class RolloutWorker:
         rollouts, generated = await self._sample(
             prompt, self.config.rollout.samples_per_prompt, sampling, (self.config.seed, index)
         )
-        self.tokens_generated += generated
         return Group(prompt.prompt_id, index, rollouts, generated, dispatched_version)
 
     async def evaluate(self, indices: Sequence[int]) -> list[Rollout]:
@@ -72,7 +71,14 @@ class RolloutWorker:
 
     async def probe(self, count: int, version: int) -> list[Trajectory]:
         """``count`` fresh continuations of held-out prompts, full length, all of ``version``."""
-        sampling = self.config.rollout.sampling.model_copy(update={"stop_at_eos": False})
+        sampling = self.config.rollout.sampling.model_copy(
+            update={
+                "stop_at_eos": False,
+                "max_new_tokens": min(
+                    self.config.probe.new_tokens, self.config.rollout.sampling.max_new_tokens
+                ),
+            }
+        )
         prompts = -(-count // PROBE_SAMPLES)
         recorders = [
             self._recorder(
@@ -108,25 +114,30 @@ class RolloutWorker:
         """Run the agent once. Its own failure loses this rollout, by name; a broken contract or engine ends the run."""
         try:
             result = await self.agent.run(recorder)
+            reward, info = float(result.reward), result.info
+            if not math.isfinite(reward):
+                raise ValueError(f"reward {reward} is not finite")
             segments = recorder.trajectories()
         except (ContractError, EngineError):
             raise
         except (
             Exception
         ) as error:  # the agent is a user's program: whatever it raises is recorded and counted
-            return Rollout(
-                rollout_id,
-                (),
-                float("nan"),
-                "agent_error",
-                {"error": f"{type(error).__name__}: {error}"},
-            )
+            recorder.raise_failure()
+            reason = f"{type(error).__name__}: {error}"
+            return Rollout(rollout_id, (), float("nan"), "agent_error", {"error": reason})
         status = "ok" if any(segment.action_tokens for segment in segments) else "no_action_tokens"
-        return Rollout(rollout_id, segments, float(result.reward), status, result.info)
+        return Rollout(rollout_id, segments, reward, status, info)
 
     def _recorder(self, prompt: Prompt, sampling: SamplingConfig, key: tuple) -> Recorder:
+        purpose = key[0] if isinstance(key[0], str) else "train"
         return Recorder(
-            self.engine, prompt, sampling, self.config.model.max_length, key, self.renderer.decode
+            partial(self.engine.generate, purpose=purpose),
+            prompt,
+            sampling,
+            self.config.model.max_length,
+            key,
+            self.renderer.decode,
         )
 
     async def pause(self) -> None:
@@ -141,9 +152,9 @@ class RolloutWorker:
     async def join(self, join_info: Mapping[str, Any]) -> None:
         await self.engine.join(join_info)
 
-    async def busy(self) -> tuple[list[tuple[float, float]], int]:
-        """Stretches of decoding since the last call, and action tokens generated for training so far."""
-        return self.engine.clock.take(), self.tokens_generated
+    async def busy(self) -> tuple[list[tuple[float, float]], dict[str, int]]:
+        """Stretches of decoding since the last call, and the engine's count of tokens sampled, by purpose."""
+        return self.engine.clock.take(), dict(self.engine.tokens)
 
     async def weight_checksums(self) -> dict[str, str]:
         return await self.engine.weight_checksums()

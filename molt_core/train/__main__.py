@@ -22,6 +22,7 @@ from molt_core.algo.registry import load_plugins
 from molt_core.config import load_run_config
 from molt_core.loop import Diverged, EverythingDropped, Loop
 from molt_core.metrics import RunWriter
+from molt_core.rollout.engine import EngineError
 from molt_core.rollout.pool import BooksError
 from molt_core.rollout.refit import RefitError
 from molt_core.types import ContractError
@@ -32,6 +33,8 @@ REASONS = {
     BooksError: "BOOKS_NOT_CLOSED",
     ContractError: "CONTRACT",
     RefitError: "REFIT",
+    EngineError: "ENGINE",
+    ray.exceptions.RayActorError: "WORKER_DIED",
 }
 
 

@@ -88,7 +88,7 @@ class FSDP2Backend:
         self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device(trainer.device)
         self.dtype = getattr(torch, model.dtype)
-        policy = load_policy(checkpoint, torch.float32).to(self.device).train()
+        policy = load_policy(checkpoint, torch.float32).train()
         self._router_logits: list[torch.Tensor] = []
         self._top_k = policy.config.text_config.num_experts_per_tok
         for module in policy.modules():
@@ -139,8 +139,7 @@ class FSDP2Backend:
         return torch.stack(gaps).amin(0).view(self._shape)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        self.root.set_requires_gradient_sync(is_last)
-        loss.backward()
+        loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one
 
     def optimizer_step(self) -> float:
         norm = nn.utils.clip_grad_norm_(self.root.parameters(), self.clip_norm)

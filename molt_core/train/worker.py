@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from molt_core.train.objective import forward_backward, score, split_rows, witho
 from molt_core.types import Trajectory
 
 TIMEOUT_S = 120.0
-"""Longest wait for a peer in a collective of the trainer or of a refit."""
+"""Longest wait for a peer in a refit."""
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Longest wait for a peer in a collective of the trainer; loading a large checkpoint is in it."""
 
 MicroBatches = Sequence[tuple[Sequence[Trajectory], Sequence[np.ndarray]]]
 
@@ -79,6 +82,7 @@ class TrainerRank:
             init_method=f"tcp://{host}:{port}",
             rank=self.rank,
             world_size=trainer.world_size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
         self.backend = backend_class(trainer.backend)(
             self.checkpoint,

@@ -44,7 +44,7 @@ def run_config(**changes) -> RunConfig:
         },
         "loop": {"steps": STEPS, "max_staleness": 1},
         "evaluation": {"every": 4},
-        "engine": {"max_sequences": 64},
+        "engine": {"max_sequences": 64, "kv_cache_blocks": 256},
         "seed": 3,
     }
     return RunConfig.model_validate(base | changes)
@@ -113,7 +113,7 @@ def test_synchronous_training_with_two_engines_and_two_ranks(
 ):
     config = run_config(
         loop={"steps": 2, "max_staleness": 0},
-        engine={"count": 2, "max_sequences": 64},
+        engine={"count": 2, "max_sequences": 64, "kv_cache_blocks": 256},
         trainer={"world_size": 2, "micro_batch_rows": 5},
     )
     synchronous = run_loop(config, tiny_checkpoint, tmp_path)

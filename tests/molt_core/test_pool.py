@@ -1,6 +1,7 @@
 """The pool's promises: bounded lag, closed books, whole groups, dispatch order."""
 
 import random as stdlib_random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,15 +9,17 @@ from hypothesis import strategies as st
 
 from molt_core.config import LoopConfig, RolloutConfig
 from molt_core.rollout.pool import BooksError, Pool
-from tests.molt_core.make import group
+from molt_core.types import Batch, ContractError, Group, Rollout
+from tests.molt_core.make import group, trajectory
 
 
-def pool(size=3, staleness=1, steps=20, schedule="free", drop_zero_variance=False):
+def pool(size=3, staleness=1, steps=20, schedule="free", drop_zero_variance=False, name="p"):
     return Pool(
         RolloutConfig(
             groups_per_step=size, samples_per_prompt=2, drop_zero_variance=drop_zero_variance
         ),
         LoopConfig(steps=steps, max_staleness=staleness, schedule=schedule),
+        lambda index: f"{name}{index}",
     )
 
 
@@ -45,6 +48,7 @@ def test_lag_is_bounded_and_books_close_under_any_order_of_arrival(seed, stalene
                 running += p.dispatch()
                 continue
             if batch is not None:
+                assert p.fingerprints(p.version)[0]
                 assert len(batch.groups) == size
                 dispatched = [g.dispatched_version for g in batch.groups]
                 assert batch.version - min(dispatched) <= staleness
@@ -69,6 +73,7 @@ def test_a_group_that_would_grow_too_old_is_waited_for():
     for index in (1, 2, 3):
         p.finish(group(index))
     assert [g.index for g in train_one(p).groups] == [1, 2]
+    assert p.fingerprints(1)[0], "known although group 0 still runs"
     assert p.dispatch() == [4, 5]
     for index in (4, 5):
         p.finish(group(index, version=1))
@@ -131,12 +136,37 @@ def test_prompt_fingerprint_follows_dispatch_order_not_arrival():
             p.finish(group(index))
         train_one(p)
     assert first.fingerprints(1) == second.fingerprints(1)
-    other = pool(size=2, staleness=0)
+    other = pool(size=2, staleness=0, name="another")
     other.dispatch()
-    other.finish(group(0, prompt_id="another"))
-    other.finish(group(1))
+    for index in range(2):
+        other.finish(group(index, prompt_id=f"another{index}"))
     train_one(other)
     assert other.fingerprints(1)[0] != first.fingerprints(1)[0]
+
+
+def test_a_group_of_another_prompt_than_the_one_dispatched_is_refused():
+    p = pool(size=2, staleness=0)
+    p.dispatch()
+    with pytest.raises(ContractError, match="dispatched was p0"):
+        p.finish(group(0, prompt_id="p1"))
+
+
+def test_lags_are_versions_at_training_less_versions_at_sampling():
+    p = pool(size=1, staleness=2)
+    batch = Batch((group(0, version=1),), version=3)
+    assert set(p.lags(batch)) == {2}
+    for version in (0, 4):  # one too old, one from the future
+        with pytest.raises(ContractError, match="breaks max_staleness 2"):
+            p.lags(Batch((group(0, version=version),), version=3))
+
+
+def test_a_token_over_an_older_kv_cache_is_not_trained():
+    p = pool(size=1)
+    row = trajectory()
+    mixed = replace(row, mixed=row.action_mask.copy())
+    rollout = Rollout("0/0", (mixed,), 1.0)
+    with pytest.raises(ContractError, match="older KV cache"):
+        p.lags(Batch((Group("p0", 0, (rollout,), 3, 0),), version=0))
 
 
 def test_never_more_groups_than_the_run_needs():

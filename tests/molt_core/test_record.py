@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from molt_core.agents.base import Result
 from molt_core.config import SamplingConfig
-from molt_core.rollout.engine import Sampled, _sampled
+from molt_core.rollout.engine import EngineError, Sampled, _sampled
 from molt_core.rollout.record import Recorder, request_seed
+from molt_core.rollout.worker import RolloutWorker
 from molt_core.types import ContractError, Prompt
 
 
@@ -30,7 +32,7 @@ class Scripted:
 
 def recorder(engine: Scripted, max_length: int = 32) -> Recorder:
     sampling = SamplingConfig(max_new_tokens=4)
-    return Recorder(engine, Prompt("p", 0, (5, 6)), sampling, max_length, (1, "p", 0), str)
+    return Recorder(engine.generate, Prompt("p", 0, (5, 6)), sampling, max_length, (1, "p", 0), str)
 
 
 def play(context: Recorder, *calls) -> None:
@@ -85,6 +87,50 @@ def test_a_failed_call_leaves_the_rollout_as_it_was():
     (row,) = context.trajectories()
     assert row.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
     assert context.tokens_generated == 3
+
+
+def test_calls_side_by_side_never_share_a_segment_and_have_seeds_of_their_own():
+    engine = Scripted(FIRST, SECOND, SECOND)
+    context = recorder(engine)
+    play(context, [5, 6])
+
+    async def both():
+        branches = ([5, 6, 7, 8, 20], [5, 6, 7, 8, 30])
+        await asyncio.gather(*(context.generate(ids) for ids in branches))
+
+    asyncio.run(both())
+    rows = [row.token_ids.tolist() for row in context.trajectories()]
+    assert rows == [[5, 6, 7, 8, 20, 10], [5, 6, 7, 8, 30, 10]]
+    assert len({options["seed"] for _, options in engine.requests}) == 3
+
+
+def test_a_failure_of_the_engine_that_the_agent_swallowed_comes_back():
+    context = recorder(Scripted(EngineError("dead")))
+    with pytest.raises(EngineError):
+        play(context, [5, 6])
+    with pytest.raises(EngineError, match="dead"):
+        context.trajectories()
+
+
+class Replies:
+    """An agent that generates once and returns whatever it was made with."""
+
+    def __init__(self, result) -> None:
+        self.result = result
+
+    async def run(self, context):
+        await context.generate(context.prompt.token_ids)
+        return self.result
+
+
+@pytest.mark.parametrize("result", [None, Result(reward=None), Result(reward=float("nan"))])
+def test_a_result_without_a_finite_reward_loses_the_rollout_and_no_more(result):
+    worker = RolloutWorker(None, "unused")
+    worker.agent = Replies(result)
+    rollout = asyncio.run(worker._episode(recorder(Scripted(FIRST)), "0/0"))
+    assert (rollout.status, rollout.segments) == ("agent_error", ())
+    worker.agent = Replies(Result(reward=1.0))
+    assert asyncio.run(worker._episode(recorder(Scripted(FIRST)), "0/1")).status == "ok"
 
 
 def test_no_room_asks_the_engine_for_nothing():
