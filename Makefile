@@ -20,10 +20,10 @@ setup:  ## make .venv from requirements/cpu.lock (EXTRA=gpu: from gpu.lock); doe
 		"python3.11 python3.11-venv) or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) scripts/install.py --venv $(VENV) --extra $(EXTRA)
 
-# A lost run (status 1) does not keep the others from being reported; a refusal or Ctrl-C does.
+# A lost run (status 4) does not keep the others from being reported; a refusal or Ctrl-C does.
 demo: setup  ## run the matched experiment here, end to end, and report its verdicts
-	@$(RUN) -m harness.submit experiments/moe_vl.yaml --wait || [ $$? -eq 1 ]
-	@$(RUN) -m analysis.report moe_vl
+	@$(RUN) -m harness.submit experiments/moe_vl.yaml --scale tiny --wait || [ $$? -eq 4 ]
+	@$(RUN) -m analysis.report moe_vl --scale tiny
 	@$(RUN) -m harness.sync moe_vl
 	@echo
 	@echo "Next:"

@@ -2,7 +2,8 @@
 
 Takes the run's lock, opens ``attempts/NN/``, starts the command in a session of its own, and watches: its end, a signal to
 this job, its heartbeat, its time limit. Whatever happens, no process outlives the job, and ``end.json`` says how it ended.
-``done.json`` is written last, after the product was checked. Exit codes: 0 done, 1 ended otherwise, 75 another job works here.
+``done.json`` is written before it, as soon as the product was checked; nothing else makes a run done. Exit codes: 0 done, 1
+ended otherwise, 75 another job works here.
 
 The watch is one thread and one system call: signals are blocked from the start and collected with ``sigtimedwait``.
 """
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from harness import fingerprints
-from harness.outcome import judge_exit, last_lines, product
+from harness.outcome import judge_exit, last_lines
 from harness.processes import (
     MARK,
     become_subreaper,
@@ -68,7 +69,12 @@ def run_job(run_dir: str | Path) -> Ending:
         elif not code_path(folder, run).is_dir():
             ending = Ending("CONFIG", "the copy of the code it was submitted with is gone")
         else:
-            ending, facts = _attempt(folder, run, attempt)
+            try:
+                ending, facts = _attempt(folder, run, attempt)
+            except (
+                Exception
+            ) as error:  # whatever it was, the attempt ends with a reason and not as "killed"
+                ending = Ending("FAILED", f"the job failed: {type(error).__name__}: {error}")
         ended = time.time()
         beat = folder.heartbeat or {}
         write_json(
@@ -85,9 +91,6 @@ def run_job(run_dir: str | Path) -> Ending:
                 **facts,
             },
         )
-        if ending.state == "DONE":
-            done = {"attempt": int(attempt.name), "finished": ended, **product(folder)}
-            write_json(folder.path / "done.json", done)
         return ending
 
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
-from harness.run_folder import RunFolder, read_json, tail_records
+from harness.run_folder import RunFolder, read_json, tail_records, write_json
 
 GOES_ON = ("KILLED", "CONFIG", "BLOCKED")
 """Interrupted, not finished: the next submit goes on."""
@@ -97,12 +99,17 @@ def summarise(metrics: Path) -> dict[str, float]:
 
 
 def judge_exit(folder: RunFolder, attempt: Path, code: int) -> tuple[str, str]:
-    """(state, reason) of a command that ended by itself with ``code`` (negative: by that signal)."""
+    """(state, reason) of a command that ended by itself with ``code`` (negative: by that signal).
+
+    A run that is done gets its ``done.json`` here, before anything else says that it is done.
+    """
     if code == 0:
         try:
-            product(folder)
-        except Unfinished as error:
+            made = product(folder)
+        except (Unfinished, ValueError, KeyError) as error:
             return "FAILED", f"ended with exit code 0, but {error}"
+        done = {"attempt": int(attempt.name), "finished": time.time(), **made}
+        write_json(folder.path / "done.json", done)
         return "DONE", ""
     said = last_words(attempt / "output.log")
     if code < 0:
@@ -135,5 +142,5 @@ def _numbers(facts: dict[str, Any]) -> dict[str, float]:
     return {
         key: value
         for key, value in facts.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }

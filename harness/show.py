@@ -88,8 +88,8 @@ def dry_run(
         ratio = endpoint.scale == "ratio"
         margin = f"{endpoint.margin:.0%}" if ratio else f"{endpoint.margin} {endpoint.unit}"
         console.print(
-            f"  [bold]{endpoint.name}[/]{' (primary)' if endpoint.primary else ''}: {endpoint.field}, {endpoint.summary}; "
-            f"{endpoint.direction} is better, margin {margin}",
+            f"  [bold]{escape(endpoint.name)}[/]{' (primary)' if endpoint.primary else ''}: "
+            f"{escape(str(endpoint.field))}, {endpoint.summary}; {endpoint.direction} is better, margin {escape(margin)}",
             highlight=False,
         )
         console.print(Padding(Text(endpoint.margin_reason.strip(), style="dim"), (0, 4)))

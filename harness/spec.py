@@ -228,13 +228,13 @@ def _contradictions(document: Document, file: ExperimentFile):
 
     for kind, names in (("systems", file.systems), ("scales", file.scales)):
         for name in names:
-            if not NAME.match(name) or name in RESERVED:
+            if not NAME.fullmatch(name) or name in RESERVED:
                 yield problem(
                     (kind, name),
                     "is not a usable name",
                     f"Use a-z, 0-9 and _, and none of {', '.join(RESERVED)}",
                 )
-    if not NAME.match(file.name):
+    if not NAME.fullmatch(file.name):
         yield problem(("name",), f"{file.name!r} is not a usable name", "Use a-z, 0-9 and _")
     baselines = [name for name, system in file.systems.items() if system.role == "baseline"]
     if len(baselines) != 1:

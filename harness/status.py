@@ -94,6 +94,8 @@ def read_status(folder: RunFolder, waiting: bool = False) -> RunStatus:
     end = folder.end
     if end is None:
         state, why = "KILLED", "its job was killed without a word"
+    elif end["state"] == "DONE":
+        state, why = "KILLED", "its done.json is gone"
     else:
         state = end["state"]
         why = end["reason"].removeprefix(f"{state}: ").removeprefix(state)

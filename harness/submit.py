@@ -29,7 +29,7 @@ from harness.spec import load
 from harness.status import queue_lock, read_status, read_statuses
 from harness.sync import at_work, default_uri, end_follower, start_follower
 
-EXIT_REFUSED, EXIT_LOST, EXIT_INTERRUPTED = 2, 1, 130
+EXIT_REFUSED, EXIT_LOST, EXIT_INTERRUPTED = 2, 4, 130
 
 
 def choose_scale(experiment: Any, asked: str | None, cluster: bool) -> str:

@@ -12,6 +12,7 @@ from harness.conformance import (
     TOLERANCES,
     check_comparable,
     conformance,
+    finite_only,
     main,
     synthetic_rows,
     verdict,
@@ -144,3 +145,10 @@ def test_a_trainer_with_a_fault_fails(checkpoint, wrong, symptom):
     result = conformance(config(WRONG + wrong), config(), checkpoint)
     assert not result["passed"]
     assert re.search(symptom, result["detail"])
+
+
+def test_figures_that_are_no_numbers_become_none():
+    found = finite_only(
+        {"a": float("inf"), "b": [float("nan"), 1.0], "c": {"d": float("-inf"), "e": 2}}
+    )
+    assert found == {"a": None, "b": [None, 1.0], "c": {"d": None, "e": 2}}

@@ -66,6 +66,28 @@ def test_the_last_step_of_an_earlier_attempt_does_not_count(make_run, job_comman
     assert folder.done is None
 
 
+def test_a_record_that_cannot_be_read_is_a_failure_with_its_reason(make_run, job_command):
+    folder = make_run(body="(run / 'metrics.jsonl').write_text('{\\n')", steps=3)
+    assert work(job_command(folder)) == 1
+    assert folder.done is None
+    assert folder.end["state"] == "FAILED" and "exit code 0, but" in folder.end["reason"]
+
+
+def test_a_fault_of_the_job_itself_is_recorded(make_run, job_command):
+    folder = make_run()
+    folder.update_run(command=["{python}", "{nobody_knows}"])
+    assert work(job_command(folder)) == 1
+    assert folder.end["reason"].startswith("FAILED: the job failed: KeyError")
+
+
+def test_conformance_that_found_no_number_still_ends_as_done_and_not_passed(make_run, job_command):
+    figures = '{"passed": false, "detail": "loss", "loss_difference": null}'
+    body = f"(run / 'conformance.json').write_text({figures!r})"
+    folder = make_run("conformance-molt-00000000", body, kind="conformance")
+    assert work(job_command(folder)) == 0
+    assert folder.done["conformance"]["passed"] is False and folder.done["summary"] == {}
+
+
 def test_a_failure_keeps_exit_code_and_the_error(make_run, job_command):
     folder = make_run(body="raise ValueError('no such layout')")
     assert work(job_command(folder)) == 1

@@ -79,6 +79,13 @@ def test_done_is_done_json_and_nothing_else(make_run):
     assert (status.state, status.reward_mean) == ("DONE", 0.5)
 
 
+def test_an_end_that_says_done_without_done_json_is_not_done(make_run, job_command):
+    folder = make_run()
+    subprocess.run(job_command(folder), check=True)
+    (folder.path / "done.json").unlink()
+    assert read_status(folder).state == "KILLED"
+
+
 def test_a_run_waits_only_while_a_queue_lives(make_run):
     folder = make_run()
     scale = folder.path.parent
