@@ -202,7 +202,8 @@ def _item_stderr(experiment: Experiment, result: EndpointResult) -> float | None
         return None
     name = f"{field.removesuffix('_mean')}_stderr"
     runs = [run for arm in result.measurement.values for run in experiment.finished(arm)]
-    errors = [run.metrics[name].dropna().iloc[-1] for run in runs if name in run.metrics]
+    recorded = [run.metrics[name].dropna() for run in runs if name in run.metrics]
+    errors = [series.iloc[-1] for series in recorded if len(series)]
     return float(sum(errors) / len(errors)) if errors else None
 
 

@@ -44,7 +44,10 @@ def curve(endpoint: Endpoint, run: RunRecord) -> pd.Series:
     """The recorded values of a one-field endpoint by step. Raises SummaryError where there are none."""
     if endpoint.field not in run.metrics:
         raise SummaryError(f"{run.folder}: no record has the field {endpoint.field}")
-    return run.metrics[endpoint.field].dropna()
+    series = run.metrics[endpoint.field].dropna()
+    if series.empty:
+        raise SummaryError(f"{run.folder}: {endpoint.field} is null in every record")
+    return series
 
 
 def initial_value(endpoint: Endpoint, run: RunRecord) -> float:

@@ -123,6 +123,17 @@ def test_runs_that_never_started_are_a_report_too(tmp_path):
     assert [arm["started"] for arm in report["arms"]] == [0, 0]
 
 
+@pytest.mark.parametrize("records", [None, '{"step": 1, "eval_reward_stderr": null}\n'])
+def test_a_finished_run_without_its_numbers_is_a_report_too(tmp_path, records):
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=20)
+    metrics = next(folder.glob("molt-s1-*/metrics.jsonl"))
+    metrics.unlink()
+    if records:
+        metrics.write_text(records)
+    report = write_report(folder)
+    assert {endpoint["verdict"] for endpoint in report["endpoints"]} == {"INVALID"}
+
+
 def test_an_experiment_without_a_plan_is_one_clear_line(tmp_path, capsys):
     assert main(["nothing", "--runs", str(tmp_path)]) == 1
     error = capsys.readouterr().err

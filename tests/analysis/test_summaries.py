@@ -69,6 +69,11 @@ def test_an_absent_field_is_named_with_its_run():
         summarise(endpoint("b", "at_last_step"), run_of(a=[1.0]), NO_RULES)
 
 
+def test_a_field_that_is_null_in_every_record_is_named_with_its_run():
+    with pytest.raises(SummaryError, match="run: a is null in every record"):
+        summarise(endpoint("a", "at_last_step"), run_of(a=[None, None]), NO_RULES)
+
+
 def test_the_initial_value_is_the_first_record():
     assert initial_value(endpoint("a", "at_last_step"), run_of(a=[0.2, 0.9], steps=[0, 5])) == 0.2
 

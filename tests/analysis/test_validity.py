@@ -93,16 +93,19 @@ FAULTS = {
 
 MORE_FAULTS = {
     "policy updated": [
-        (set_field("optimizer_steps", 0, step=0), "optimizer_steps stays at 0"),
-        (set_field("policy_version", 5, step=0), "policy_version stays at 5"),
+        (set_field("optimizer_steps", 0, step=0), "optimizer_steps rises in 0% of the steps"),
+        (set_field("policy_version", 2, step=2), "policy_version rises in 10% of the steps"),
         (drop_field("grad_norm"), "grad_norm was never recorded"),
+        (set_field("grad_norm", None), "grad_norm is missing at step 12"),
     ],
     "same distribution": [
         (set_field("mismatch_max", 2e-3), "mismatch_max 0.002 at step 12"),
         (drop_field("mismatch_p99"), "mismatch_p99 was never recorded"),
-        (set_field("mismatch_tokens", 100), "100 tokens scored at step 12"),
-        (set_field("mismatch_p99", None), "mismatch measured in 11 of 20 steps"),
+        (set_field("mismatch_tokens", 100), "100 tokens probed at step 12"),
+        (set_field("mismatch_p99", None), "mismatch_p99 is missing at step 12"),
+        (set_field("mismatch_max", None), "mismatch_max is missing at step 12"),
     ],
+    "lag bounded": [(set_field("lag_max", None), "lag_max is missing at step 12")],
     "books closed": [
         (set_field("groups_in_flight", 7), "1 groups unaccounted for at step 12"),
         (drop_field("tokens_in_flight"), "tokens_in_flight was never recorded"),
@@ -135,6 +138,31 @@ def test_a_fault_fails_its_check_and_no_other(tmp_path, name):
 def test_a_check_sees_its_other_faults(tmp_path, name, fault, message):
     check = checks_of(planted(tmp_path, fault))[name]
     assert check.passed is False and message in check.found
+
+
+def test_a_run_of_one_step_can_have_updated_its_policy(tmp_path):
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=1)
+    assert checks_of(folder)["policy updated"].passed
+
+
+def test_a_probe_is_asked_for_where_it_was_due_and_nowhere_else(tmp_path):
+    def every_third(system, seed, record):
+        if record["step"] % 3:
+            for name in ("mismatch_p99", "mismatch_max", "mismatch_tokens"):
+                record.pop(name)
+
+    def declare(system, seed, run):
+        run["config"]["probe"]["every"] = 3
+
+    fault = {"edit_record": every_third, "edit_run": declare}
+    assert checks_of(planted(tmp_path, fault))["same distribution"].passed
+
+
+def test_a_finished_run_without_records_fails_and_does_not_stop_the_checks(tmp_path):
+    folder = planted(tmp_path, {})
+    next(folder.glob("molt-s1-*/metrics.jsonl")).unlink()
+    check = checks_of(folder)["full length"]
+    assert check.passed is False and "no records" in check.found
 
 
 def test_one_lost_run_is_borne_and_uneven_loss_is_not(tmp_path):
