@@ -144,7 +144,10 @@ class PlannedRun(Strict):
 
 
 class Amendment(Strict):
-    """A change of the plan after it was frozen. ``diff`` maps a dotted key to [before, after]."""
+    """A change of the plan after it was frozen. ``diff`` maps a dotted key to [before, after].
+
+    runs_done: the replicates whose records existed by then, finished or not.
+    """
 
     time: datetime
     diff: dict[str, tuple[Any, Any]]
@@ -208,8 +211,11 @@ class Plan(Strict):
 
     @property
     def looks(self) -> int:
-        """How often the runs could be looked at with the choice to go on: one, and one a late change of the seeds."""
-        return 1 + sum(bool(a.runs_done) and "seeds" in a.diff for a in self.amendments)
+        """How often the runs could be looked at with the choice to go on.
+
+        One, and one for each late change of the seeds or replacement of runs that had records.
+        """
+        return 1 + sum(_chooses_again(amendment) for amendment in self.amendments)
 
     @property
     def alpha_per_look(self) -> float:
@@ -240,8 +246,8 @@ class Plan(Strict):
 def freeze(plan: Plan, path: str | Path) -> Plan:
     """Write ``plan`` at the first submit; later keep the frozen one, with an amendment where the new one differs.
 
-    Returns the plan that now stands. The folder of ``path`` holds the run folders; those with done.json are named in
-    the amendment.
+    Returns the plan that now stands. The folder of ``path`` holds the run folders; the replicates with records are
+    named in the amendment, those of an earlier amendment too.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,16 +264,34 @@ def freeze(plan: Plan, path: str | Path) -> Plan:
     diff = _differences(frozen.content(), plan.content())
     if not diff:
         return frozen
+    named = {
+        *frozen.identities,
+        *(_run_of(key) for amendment in frozen.amendments for key in amendment.diff),
+    } - {None}
     amendment = Amendment(
         time=datetime.now(UTC).replace(microsecond=0),
         diff=diff,
-        runs_done=tuple(sorted(done.parent.name for done in path.parent.glob("*/done.json"))),
+        runs_done=tuple(
+            sorted(name for name in named if (path.parent / name / "metrics.jsonl").exists())
+        ),
     )
     amended = plan.model_copy(
         update={"created": frozen.created, "amendments": (*frozen.amendments, amendment)}
     )
     os.replace(_write_beside(amended, path), path)
     return amended
+
+
+def _run_of(key: str) -> str | None:
+    """The run folder that a diff's key is about, None for any other key."""
+    section, _, rest = key.partition(".")
+    return rest.partition(".")[0] if section == "identities" and rest else None
+
+
+def _chooses_again(amendment: Amendment) -> bool:
+    """True where runs were added or replaced with results in sight."""
+    replaced = {_run_of(key) for key in amendment.diff} & set(amendment.runs_done)
+    return bool(amendment.runs_done) and ("seeds" in amendment.diff or bool(replaced))
 
 
 def _write_beside(plan: Plan, path: Path) -> Path:

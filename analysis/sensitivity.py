@@ -17,6 +17,11 @@ from analysis.load import steady
 from analysis.plan import Endpoint
 from analysis.summaries import initial_value
 
+JUDGING = ("alpha", "exclusion", "validity", "lost_run_rule", "pairing_unit")
+"""Keys of the plan that decide a verdict; changed after results, they may have been chosen to please."""
+DECIDING = ("field", "summary", "window", "direction", "alpha")
+"""Changed after results, no verdict stands: an endpoint is another quantity, a level buys a difference as well."""
+
 
 def check_endpoint(
     pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]
@@ -33,27 +38,29 @@ def check_endpoint(
 
 
 def _declared_first(pair: Pair, endpoint: Endpoint) -> Check:
-    """A margin or a summary chosen after seeing runs can be chosen to please."""
-    key = f"endpoints.{endpoint.name}"
-    late = [
-        amendment
-        for amendment in pair.plan.amendments
-        if amendment.runs_done and any(k == key or k.startswith(f"{key}.") for k in amendment.diff)
-    ]
+    """A margin, a summary or a bound chosen after seeing runs can be chosen to please."""
+    own = f"endpoints.{endpoint.name}"
+
+    def bears(key: str) -> bool:
+        return key == own or key.startswith(f"{own}.") or key.split(".")[0] in JUDGING
+
+    late = [a for a in pair.plan.amendments if a.runs_done and any(map(bears, a.diff))]
+    changed = sorted({key.removeprefix(f"{own}.") for a in late for key in a.diff if bears(key)})
     found = ""
     if late:
-        fields = ", ".join(
-            sorted({k.rpartition(".")[2] for a in late for k in a.diff if k.startswith(key)})
+        found = (
+            f"post hoc: {', '.join(changed)} changed after {len(late[0].runs_done)} runs were done"
         )
-        found = f"post hoc: {fields} changed after {len(late[0].runs_done)} runs were done"
+    # The key of a field that becomes a rate, or back, goes on: field.numerator.
+    decides = any(key.split(".")[0] in DECIDING for key in changed)
     return Check(
         name=f"{endpoint.name} declared first",
         passed=not late,
         values={},
         bound="not amended after the first finished run",
-        why="a margin chosen after seeing the data proves nothing",
+        why="a margin or a measure chosen after seeing the data proves nothing",
         found=found,
-        effect="no_equivalence",
+        effect="invalid" if decides else "no_equivalence",
         endpoints=(endpoint.name,),
     )
 

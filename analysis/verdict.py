@@ -115,8 +115,11 @@ def judge(experiment: Experiment) -> tuple[EndpointResult, ...]:
     plan = experiment.plan
     measured = [m for name in plan.candidates for m in measure(Pair(experiment, name))]
     primaries = [m for m in measured if m.endpoint.primary]
-    # An endpoint without a p-value stays in the family it was declared in.
-    family = [m.comparison.p_difference if m.comparison else 1.0 for m in primaries]
+    # An endpoint without a usable p-value stays in the family it was declared in, and takes no rejection from it.
+    family = [
+        m.comparison.p_difference if m.comparison and not any(c.refuses for c in m.checks) else 1.0
+        for m in primaries
+    ]
     adjusted = [float(p) for p in multipletests(family, method="holm")[1]]
     holm = {(m.candidate, m.endpoint.name): p for m, p in zip(primaries, adjusted)}
     return tuple(

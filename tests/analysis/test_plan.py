@@ -66,7 +66,7 @@ def test_a_wider_margin_after_a_run_is_an_amendment_that_names_the_run(tmp_path)
     path = tmp_path / "plan.json"
     first = freeze(make_plan(), path)
     (tmp_path / "molt-s0-aaaaaaaa").mkdir()
-    (tmp_path / "molt-s0-aaaaaaaa" / "done.json").write_text("{}")
+    (tmp_path / "molt-s0-aaaaaaaa" / "metrics.jsonl").write_text('{"step": 1}')
     wider = ACCURACY.model_copy(update={"margin": 0.2})
     freeze(make_plan(endpoints=(wider, TIME)), path)
     plan = Plan.load(path)
@@ -75,6 +75,29 @@ def test_a_wider_margin_after_a_run_is_an_amendment_that_names_the_run(tmp_path)
     assert amendment.runs_done == ("molt-s0-aaaaaaaa",)
     assert plan.created == first.created
     assert plan.endpoints[0].margin == 0.2
+
+
+def test_a_warm_up_is_no_run_whose_result_could_be_seen(tmp_path):
+    path = tmp_path / "plan.json"
+    freeze(make_plan(), path)
+    (tmp_path / "warmup-bbbbbbbb").mkdir()
+    for name in ("done.json", "metrics.jsonl"):
+        (tmp_path / "warmup-bbbbbbbb" / name).write_text("{}")
+    amended = freeze(make_plan(seeds=(0, 1, 2, 3)), path)
+    assert amended.amendments[0].runs_done == () and amended.looks == 1
+
+
+def test_replacing_runs_that_had_records_is_another_look(tmp_path):
+    path = tmp_path / "plan.json"
+    freeze(make_plan(), path)
+    (tmp_path / "molt-s0-aaaaaaaa").mkdir()
+    (tmp_path / "molt-s0-aaaaaaaa" / "metrics.jsonl").write_text('{"step": 1}')
+    again = {"molt-s0-cccccccc": PlannedRun(system="molt", seed=0, identity="c" * 64)}
+    replaced = freeze(make_plan(identities=again), path)
+    assert replaced.looks == 2 and replaced.alpha_per_look == 0.025
+    wider = ACCURACY.model_copy(update={"margin": 0.2})
+    later = freeze(make_plan(identities=again, endpoints=(wider, TIME)), path)
+    assert later.amendments[1].runs_done == ("molt-s0-aaaaaaaa",) and later.looks == 2
 
 
 def test_freezing_leaves_no_temporary_file(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from analysis.inference import Comparison, compare_samples, stand_in_sample
 from analysis.load import load_experiment
-from analysis.plan import Plan, freeze
+from analysis.plan import ExclusionRules, LostRunRule, Plan, ValidityBounds, freeze
 from analysis.verdict import Verdict, decide, judge
 from tests.analysis.synthetic import (
     ACCURACY,
@@ -100,6 +100,18 @@ def test_holm_over_the_declared_primaries_by_hand(sound):
     assert results[STEP_TIME.name].p_holm is None
 
 
+def test_an_invalid_endpoint_takes_no_rejection_from_holms_family(tmp_path):
+    def other_machine(system, seed, run):
+        run["fingerprints"]["hardware"] = {"cpu": system}
+
+    folder = write_experiment(tmp_path, steps=20, edit_run=other_machine)
+    results = {result.endpoint.name: result for result in judge(load_experiment(folder))}
+    assert results[TRAINER_TIME.name].decision.verdict == Verdict.INVALID
+    raw = results[ACCURACY.name].comparison.p_difference
+    assert raw > results[TRAINER_TIME.name].comparison.p_difference
+    assert results[ACCURACY.name].p_holm == pytest.approx(min(1.0, 2 * raw))
+
+
 def test_an_experiment_finds_what_is_true(sound):
     """The arms learn equally (run SD 0.012, margin 0.03); the trainer is 1.5 / 1.8 as slow."""
     verdicts = {result.endpoint.name: result for result in judge(load_experiment(sound))}
@@ -129,6 +141,47 @@ def test_a_margin_changed_after_the_first_result_bars_equivalence(tmp_path):
     assert result.comparison.p_equivalence < 0.05
     assert result.decision.verdict == Verdict.INCONCLUSIVE
     assert "changed after 10 runs were done" in result.decision.reasons[0]
+
+
+def amended(tmp_path, **changes):
+    """The one result of an accuracy that is equivalent, after a change of the plan."""
+    folder = write_experiment(tmp_path, steps=20, endpoints=(ACCURACY,))
+    frozen = Plan.load(folder / "plan.json")
+    freeze(frozen.model_copy(update=changes), folder / "plan.json")
+    (result,) = judge(load_experiment(folder))
+    return result.decision
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("exclusion", ExclusionRules(warmup_steps=3)),
+        ("validity", ValidityBounds(kept_fraction=0.1)),
+        ("lost_run_rule", LostRunRule(max_lost=2)),
+    ],
+)
+def test_a_rule_changed_after_the_first_result_bars_equivalence(tmp_path, key, value):
+    decision = amended(tmp_path, **{key: value})
+    assert decision.verdict == Verdict.INCONCLUSIVE
+    assert f"post hoc: {key}" in decision.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"direction": "lower"},
+        {"field": "reward_mean"},
+        {"summary": "final_window_mean", "window": 2},
+    ],
+)
+def test_a_measure_changed_after_the_first_result_is_invalid(tmp_path, changes):
+    decision = amended(tmp_path, endpoints=(ACCURACY.model_copy(update=changes),))
+    assert decision.verdict == Verdict.INVALID
+    assert "declared first" in decision.headline
+
+
+def test_a_level_changed_after_the_first_result_buys_neither_verdict(tmp_path):
+    assert amended(tmp_path, alpha=0.3).verdict == Verdict.INVALID
 
 
 def test_seeds_added_after_results_split_alpha(tmp_path):
