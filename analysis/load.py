@@ -34,6 +34,7 @@ class RunRecord:
 
     metrics: a frame indexed by ``step``, one row a step, NaN where a record lacks the field; dropped counts are summed
     over reasons into ``tokens_dropped`` and ``groups_dropped``. faults: what was refused while reading.
+    recorded_attempts: attempts that recorded a training step, also where a later one recorded it again.
     """
 
     folder: str
@@ -46,6 +47,7 @@ class RunRecord:
     metrics: pd.DataFrame
     faults: tuple[str, ...] = ()
     attempts: int = 0
+    recorded_attempts: int = 0
     planned: bool = True
 
     @property
@@ -129,6 +131,7 @@ def load_run(
         metrics=metrics,
         faults=faults,
         attempts=len(attempts),
+        recorded_attempts=metrics.attrs.get("attempts", 0),
         planned=planned,
     )
 
@@ -136,12 +139,14 @@ def load_run(
 def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """``metrics.jsonl`` as a frame by step, and the refused values by name.
 
+    ``frame.attrs["attempts"]`` counts the attempts that recorded a training step.
     Raises LoadError on a line that is no JSON object with a step, except an unfinished last line: a killed writer
     leaves one.
     """
     if not path.is_file():
         return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
     by_step: dict[int, dict[str, Any]] = {}
+    attempts: set[int] = set()
     text = path.read_text()
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -155,6 +160,8 @@ def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
             raise LoadError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise LoadError(f"{path}:{number}: a record needs an integer step")
+        if record["step"] > 0:
+            attempts.add(record.get("attempt", 1))
         earlier = by_step.get(record["step"])
         if earlier is None or record.get("attempt", 1) >= earlier.get("attempt", 1):
             by_step[record["step"]] = record
@@ -172,7 +179,9 @@ def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
         rows.append(row)
     if not rows:
         return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
-    return pd.DataFrame(rows).set_index("step"), tuple(faults)
+    frame = pd.DataFrame(rows).set_index("step")
+    frame.attrs["attempts"] = len(attempts)
+    return frame, tuple(faults)
 
 
 def steady(run: RunRecord, rules: ExclusionRules) -> pd.DataFrame:

@@ -15,7 +15,7 @@ import numpy as np
 from analysis.checks import Check, Effect, Pair
 from analysis.load import steady
 from analysis.plan import Endpoint
-from analysis.summaries import initial_value
+from analysis.summaries import SummaryError, initial_value, summarise
 
 JUDGING = ("alpha", "exclusion", "validity", "lost_run_rule", "pairing_unit")
 """Keys of the plan that decide a verdict; changed after results, they may have been chosen to please."""
@@ -32,9 +32,23 @@ def check_endpoint(
         checks.append(_declared_first(pair, endpoint))
     if endpoint.kind == "learning":
         checks += [_learned(pair, endpoint, values), _headroom(endpoint, values)]
+    if endpoint.kind == "speed":
+        learning = [e for e in pair.plan.primaries if e.kind == "learning"]
+        checks += [_learned(pair, e, _values(pair, e)) for e in learning]
     if endpoint.includes_waiting:
         checks.append(_waiting(pair, endpoint))
     return tuple(checks)
+
+
+def _values(pair: Pair, endpoint: Endpoint) -> dict[str, list[float]]:
+    """One number a finished run, per arm; none of an arm where a run gives no number."""
+    values: dict[str, list[float]] = {}
+    for name, runs in pair.arms.items():
+        try:
+            values[name] = [summarise(endpoint, run, pair.plan.exclusion) for run in runs]
+        except SummaryError:
+            values[name] = []
+    return values
 
 
 def _declared_first(pair: Pair, endpoint: Endpoint) -> Check:
@@ -89,7 +103,10 @@ def _resolution(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Ch
 
 
 def _learned(pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
-    """Each arm's mean must have moved from where it started by more than the margin, in the right direction."""
+    """Each arm's mean must have moved from where it started by more than the margin, in the right direction.
+
+    That of a primary endpoint guards speed as well: a trainer that teaches nothing may be as fast as it likes.
+    """
     sign = 1 if endpoint.direction == "higher" else -1
     gains, starts = {}, {}
     for name, runs in pair.arms.items():
@@ -104,13 +121,17 @@ def _learned(pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float
     effect: Effect = "invalid" if len(stuck) == len(gains) else "no_equivalence"
     return Check(
         name=f"{endpoint.name} was learned",
-        passed=not stuck if gains else None,
+        passed=None if len(gains) < len(pair.arms) else not stuck,
         values={name: f"gain {gain:+.3g} from {starts[name]:.3g}" for name, gain in gains.items()},
         bound=f"gain over the first evaluation > margin ({endpoint.margin:g})",
         why="arms that learned nothing are equal for the wrong reason",
         found=f"{' and '.join(stuck)} gained no more than the margin" if stuck else "",
         effect=effect,
-        endpoints=(endpoint.name,),
+        endpoints=tuple(
+            e.name
+            for e in pair.plan.endpoints
+            if e.name == endpoint.name or (endpoint.primary and e.kind == "speed")
+        ),
     )
 
 

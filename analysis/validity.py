@@ -91,6 +91,21 @@ def full_length(pair: Pair) -> Finding:
 
 
 @pair_check(
+    "not restarted",
+    "records of one attempt",
+    "a run that is stopped and begun again may have been stopped for what it showed",
+    effect="flag",
+)
+def not_restarted(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> int:
+        if run.recorded_attempts > 1:
+            raise Problem(f"records of {run.recorded_attempts} attempts")
+        return run.recorded_attempts
+
+    return each_run(pair, judge, lambda seen: f"{len(seen)} runs of one attempt")
+
+
+@pair_check(
     "policy updated",
     "optimizer_steps and policy_version rise, and grad_norm > 0, in {updated_share:.0%} of steps",
     "throughput without a policy update is not training",
@@ -247,6 +262,7 @@ HEALTH = (
     accounting,
     finite_records,
     full_length,
+    not_restarted,
     policy_updated,
     samples_kept,
     same_distribution,

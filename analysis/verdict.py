@@ -101,11 +101,13 @@ def decide(
         return Decision(Verdict.DIFFERENT, f"{word}, {estimate}", tuple(reasons))
     if endpoint.non_inferiority and not caps and _not_worse(endpoint, comparison):
         return Decision(Verdict.NON_INFERIOR, f"within {within[1:]}")
-    if comparison.p_difference < alpha:
+    only_uncorrected = comparison.p_difference < alpha
+    if only_uncorrected:
         reasons.append(f"the difference does not survive Holm's correction: {p_value:.2g}")
     if caps:
         return Decision(Verdict.INCONCLUSIVE, "more runs alone do not settle it", tuple(reasons))
-    reasons.append(f"the TOST interval reaches beyond {within} and Welch's includes no difference")
+    beyond = f"the TOST interval reaches beyond {within}"
+    reasons.append(beyond if only_uncorrected else f"{beyond} and Welch's includes no difference")
     needed = _needed(comparison, alpha, reasons)
     return Decision(Verdict.INCONCLUSIVE, f"needs n = {needed}", tuple(reasons), needed)
 

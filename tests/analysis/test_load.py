@@ -71,6 +71,12 @@ def test_a_step_of_two_attempts_counts_once_as_the_later_saw_it(tmp_path):
     assert list(frame["loss"]) == [1.0, 20.0]
 
 
+def test_an_attempt_whose_every_step_was_recorded_again_still_counts(tmp_path):
+    steps = [{"step": step, "attempt": attempt} for attempt in (1, 2) for step in (0, 1, 2)]
+    frame, _ = read_metrics(write_lines(tmp_path / "metrics.jsonl", steps))
+    assert frame.attrs["attempts"] == 2
+
+
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_a_value_that_is_not_finite_is_refused_and_named(tmp_path, text):
     path = tmp_path / "metrics.jsonl"

@@ -87,6 +87,7 @@ FAULTS = {
         "every run of megatron ended before molt began",
     ),
     "conformance": (set_run(lambda run: run["conformance"].update(passed=False)), "failed in molt-s1"),
+    "not restarted": (set_field("attempt", 2), "records of 2 attempts"),
     "router ties": (set_field("tokens_router_tied", 5, step=0), "of the probed tokens"),
     "run accounting": ({"seeds": (0, 1, 2, 3), "lost": {("molt", 0): "oom", ("molt", 1): "oom"}}, "molt: 2 runs lost"),
 }  # fmt: skip
@@ -214,6 +215,22 @@ def test_a_task_that_no_arm_learned_is_invalid_and_one_that_one_arm_learned_is_n
     one = sensitivity(sound, ACCURACY, {**GOOD, "molt": stuck["molt"]})[name]
     assert one.caps and not one.refuses
     assert sensitivity(sound, ACCURACY, GOOD)[name].passed
+
+
+def test_speed_is_invalid_where_no_arm_learned_and_not_equivalent_where_one_did_not(tmp_path):
+    def stuck(*systems):
+        def edit(system, seed, record):
+            if system in systems and "eval_reward_mean" in record:
+                record["eval_reward_mean"] = 0.42 + 0.001 * seed
+
+        return {"edit_record": edit}
+
+    name = ACCURACY.name.split()[0]
+    neither = planted(tmp_path / "neither", stuck("molt", "megatron"))
+    assert sensitivity(neither, TRAINER_TIME, GOOD)[name].refuses
+    one = sensitivity(planted(tmp_path / "one", stuck("molt")), TRAINER_TIME, GOOD)[name]
+    assert one.caps and not one.refuses
+    assert TRAINER_TIME.name in one.endpoints
 
 
 def test_at_the_ceiling_equivalence_may_not_be_claimed(sound):

@@ -75,6 +75,7 @@ def test_holms_p_and_not_the_raw_one_decides():
     corrected = decide(endpoint(), comparison, p_adjusted=2 * comparison.p_difference)
     assert corrected.verdict == Verdict.INCONCLUSIVE
     assert "Holm" in corrected.reasons[0]
+    assert not any("no difference" in reason for reason in corrected.reasons)
 
 
 def test_a_cap_bars_equivalence_and_not_difference():
