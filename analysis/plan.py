@@ -189,6 +189,11 @@ class Plan(Strict):
             raise ValueError(
                 "arms: exactly one needs role: baseline, and at least one role: candidate"
             )
+        if self.pairing_unit is not None:
+            raise ValueError(
+                f"pairing_unit: {self.pairing_unit} would need a paired test, and there is none; "
+                "leave it out: runs are compared as independent"
+            )
         names = {arm.name for arm in self.arms}
         for folder, run in self.identities.items():
             if run.system not in names or run.seed not in self.seeds:

@@ -1,6 +1,6 @@
 """Judge an experiment's runs and write what may be said: a page, a Markdown file, and JSON for machines.
 
-    python -m analysis.report moe_vl                        reads runs/moe_vl/tiny
+    python -m analysis.report moe_vl                        reads the one scale of runs/moe_vl that has a plan
     python -m analysis.report moe_vl --scale cluster --json
 
 Writes ``report.html`` (self-contained), ``report.md`` and ``report.json`` into ``runs/<experiment>/<scale>/report/``.
@@ -20,6 +20,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -97,6 +98,7 @@ def write_report(folder: str | Path) -> dict[str, Any]:
         lstrip_blocks=True,
     )
     templates.filters["number"] = wording.number
+    templates.filters["cell"] = _cell
     shared = {"report": data, "glyphs": {verdict.value: glyph for verdict, glyph in GLYPHS.items()}}
     page = templates.get_template("report.html.j2").render(
         **shared, figures=_figures(experiment, results)
@@ -109,21 +111,29 @@ def write_report(folder: str | Path) -> dict[str, Any]:
 def verdict_table(data: dict[str, Any]) -> Table:
     """The verdicts for a terminal."""
     table = Table(
-        title=f"{data['experiment']} ({data['scale']}): {data['question']}", title_justify="left"
+        title=escape(f"{data['experiment']} ({data['scale']}): {data['question']}"),
+        title_justify="left",
     )
     level = f"{100 - 100 * data['alpha']:g}\u202f%"
     for heading in ("endpoint", f"difference, {level} interval", "margin", "verdict"):
         table.add_column(heading)
     for e in data["endpoints"]:
         table.add_row(
-            f"{e['name']}{' *' if e['primary'] else ''}\n"
-            f"{e['candidate']} vs {e['baseline']}, {e['n']} and {e['n_baseline']} runs",
+            escape(
+                f"{e['name']}{' *' if e['primary'] else ''}\n"
+                f"{e['candidate']} vs {e['baseline']}, {e['n']} and {e['n_baseline']} runs"
+            ),
             f"{e['estimate_text']}\n{e['ci_text']}",
-            e["margin_text"],
+            escape(e["margin_text"]),
             Text(e["headline"], style=TERMINAL_STYLES[Verdict(e["verdict"])]),
         )
     table.caption = "* primary; differences read candidate minus baseline"
     return table
+
+
+def _cell(value: Any) -> str:
+    """A value inside a Markdown table, where a bar would end the cell and a line break the table."""
+    return " ".join(str(value).split("\n")).replace("|", "\\|")
 
 
 def _arm(experiment: Experiment, name: str, role: str) -> dict[str, Any]:
@@ -297,18 +307,31 @@ def _curve_figures(experiment: Experiment) -> Iterator[str]:
             yield plots.training_curves(experiment, field, f"training {label}")
 
 
+def _only_scale(folder: Path) -> str:
+    """The scale of an experiment's one plan. Raises PlanError where there is none or a choice."""
+    scales = sorted(path.parent.name for path in folder.glob("*/plan.json"))
+    if not scales:
+        raise PlanError(
+            f"{folder}/*/plan.json: no frozen plan; `python -m harness.submit` writes it"
+        )
+    if len(scales) > 1:
+        raise PlanError(f"{folder}: several scales have a plan: say --scale {' or '.join(scales)}")
+    return scales[0]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write the report and print the verdicts; returns 1 with one clear line where there is nothing to judge."""
     parser = argparse.ArgumentParser(
         prog="python -m analysis.report", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("experiment", help="name of the experiment, e.g. moe_vl")
-    parser.add_argument("--scale", default="tiny", help="scale of the runs (default: tiny)")
+    parser.add_argument("--scale", help="scale of the runs (default: the only one with a plan)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
     parser.add_argument("--json", action="store_true", help="print report.json instead of a table")
     options = parser.parse_args(arguments)
-    folder = options.runs / options.experiment / options.scale
     try:
+        folder = options.runs / options.experiment
+        folder /= options.scale or _only_scale(folder)
         data = write_report(folder)
     except (PlanError, LoadError) as error:
         print(f"analysis.report: {error}", file=sys.stderr)

@@ -124,6 +124,7 @@ def test_another_schema_is_refused(tmp_path):
     [
         ({"endpoints": (ACCURACY.model_copy(update={"primary": False}),)}, "must be primary"),
         ({"arms": (Arm(name="a", role="candidate"), Arm(name="b", role="candidate"))}, "baseline"),
+        ({"pairing_unit": "seed"}, "pairing_unit: seed would need a paired test"),
         ({"seeds": (0, 0)}, "seeds: 0 appears more than once"),
         ({"endpoints": (ACCURACY, ACCURACY)}, "accuracy appears more than once"),
         (

@@ -134,6 +134,24 @@ def test_a_finished_run_without_its_numbers_is_a_report_too(tmp_path, records):
     assert {endpoint["verdict"] for endpoint in report["endpoints"]} == {"INVALID"}
 
 
+def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, capsys):
+    odd = ACCURACY.model_copy(update={"name": "pass|fail [/] rate"})
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, endpoints=(odd,))
+    assert main(["moe_vl", "--runs", str(tmp_path)]) == 0
+    assert "pass|fail [/]" in capsys.readouterr().out
+    text = (folder / "report" / "report.md").read_text()
+    rows = [line for line in text.split("\n") if line.startswith("| pass\\|")]
+    assert len(rows) == 1 and len(re.split(r"(?<!\\)\|", rows[0])) == 10  # eight cells, two ends
+
+
+def test_several_scales_with_a_plan_ask_which(sound, tmp_path, capsys):
+    for scale in ("cluster", "gpu"):
+        (tmp_path / "moe_vl" / scale).mkdir(parents=True)
+        shutil.copy(sound / "plan.json", tmp_path / "moe_vl" / scale)
+    assert main(["moe_vl", "--runs", str(tmp_path)]) == 1
+    assert "say --scale cluster or gpu" in capsys.readouterr().err
+
+
 def test_an_experiment_without_a_plan_is_one_clear_line(tmp_path, capsys):
     assert main(["nothing", "--runs", str(tmp_path)]) == 1
     error = capsys.readouterr().err
