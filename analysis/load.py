@@ -10,6 +10,7 @@ later attempt saw it. A value that is not finite is refused and named: it never 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -118,6 +119,7 @@ def load_run(
                 f"{path}: {key} is {facts[key]!r}, the plan names {value!r} for this folder"
             )
     metrics, faults = read_metrics(folder / "metrics.jsonl")
+    faults += _changed_since(folder)
     attempts = sorted(entry for entry in folder.glob("attempts/*") if entry.is_dir())
     state, reason = _state(folder, attempts)
     return RunRecord(
@@ -201,6 +203,16 @@ def steady(run: RunRecord, rules: ExclusionRules) -> pd.DataFrame:
         if excluded and column in rows:
             keep &= ~(rows[column] > 0)
     return rows[keep]
+
+
+def _changed_since(folder: Path) -> tuple[str, ...]:
+    """A fault where a finished run's metrics.jsonl is not the file whose digest done.json holds."""
+    done, metrics = folder / "done.json", folder / "metrics.jsonl"
+    expected = _read_json(done).get("metrics_sha256") if done.is_file() else None
+    if expected is None or not metrics.is_file():
+        return ()
+    same = hashlib.sha256(metrics.read_bytes()).hexdigest() == expected
+    return () if same else (f"{folder.name}: metrics.jsonl changed after the run was done",)
 
 
 def _state(folder: Path, attempts: list[Path]) -> tuple[str, str]:

@@ -196,12 +196,11 @@ def _welch_grid(
 
 def _least_n(power_of, target: float) -> int | None:
     """Smallest n >= 3 whose power reaches the target: doubling, then bisection (power rises with n)."""
-    high = 3
+    low, high = 2, 3
     while power_of(high) < target:
-        high *= 2
-        if high > MAX_RUNS:
+        if high == MAX_RUNS:
             return None
-    low = max(2, high // 2)
+        low, high = high, min(2 * high, MAX_RUNS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if power_of(middle) >= target else (middle, high)

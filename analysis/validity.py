@@ -60,7 +60,7 @@ def accounting(pair: Pair) -> Finding:
 
 @pair_check(
     "finite records",
-    "every recorded value is finite",
+    "every recorded value is finite, in the file as the run left it",
     "a NaN is a failed step and must not vanish in a mean",
 )
 def finite_records(pair: Pair) -> Finding:

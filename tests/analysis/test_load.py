@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -13,6 +14,7 @@ from analysis.load import (
     NOT_STARTED,
     LoadError,
     load_experiment,
+    load_run,
     read_metrics,
     steady,
 )
@@ -69,6 +71,17 @@ def test_a_step_of_two_attempts_counts_once_as_the_later_saw_it(tmp_path):
     )
     frame, _ = read_metrics(path)
     assert list(frame["loss"]) == [1.0, 20.0]
+
+
+def test_records_changed_after_the_run_was_done_are_a_fault(tmp_path):
+    folder = next(write_experiment(tmp_path, seeds=(0, 1, 2), steps=4).glob("molt-s0-*"))
+    metrics = folder / "metrics.jsonl"
+    digest = hashlib.sha256(metrics.read_bytes()).hexdigest()
+    (folder / "done.json").write_text(json.dumps({"metrics_sha256": digest}))
+    assert load_run(folder).faults == ()
+    metrics.write_text(metrics.read_text().replace('"lag_max": 1', '"lag_max": 0', 1))
+    (fault,) = load_run(folder).faults
+    assert "metrics.jsonl changed after the run was done" in fault
 
 
 def test_an_attempt_whose_every_step_was_recorded_again_still_counts(tmp_path):

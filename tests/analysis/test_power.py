@@ -57,6 +57,11 @@ def test_more_runs_than_anyone_has_is_said_so():
     assert "more than 10,000" in str(NeededRuns(5000, None, None))
 
 
+def test_a_number_of_runs_just_below_the_most_is_found():
+    """Normal quantiles: n = 2 ((1.645 + 1.282) / margin)^2 is 8,565 runs a side for a margin of 0.04473."""
+    assert runs_for_equivalence(1.0, 1.0, 0.04473) == pytest.approx(8565, rel=0.01)
+
+
 def test_tost_power_is_alpha_at_the_margin():
     """At a true difference of exactly the margin TOST must err at most at alpha."""
     assert tost_power(20, 1.0, 1.0, 3.0, difference=3.0) == pytest.approx(0.05, abs=0.002)
