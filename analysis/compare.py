@@ -54,6 +54,10 @@ def from_summaries(text: Sequence[str]) -> dict[str, list[float]]:
     samples = {}
     for item in text:
         name, _, numbers = item.partition(":")
+        if name in samples:
+            raise InputError(
+                f"--summary {item}: {name} is given twice; each arm needs its own name"
+            )
         try:
             mean, sd, n = numbers.split(",")
             samples[name] = list(stand_in_sample(float(mean), float(sd), int(n)))
@@ -110,6 +114,10 @@ def judge_samples(
         )
     from_data = relative and summarised
     scale = "ratio" if relative and not summarised else "absolute"
+    if from_data and sum(samples[baseline]) == 0:
+        raise InputError(
+            f"--margin {margin:.0%}: the mean of {baseline} is 0 and has no share; give the margin in the unit"
+        )
     found: dict[str, Comparison | str] = {}
     for arm in samples:
         if arm == baseline:
@@ -170,6 +178,8 @@ def _record(
         comparison.estimate - 1
         if comparison.scale == "ratio"
         else comparison.estimate / abs(comparison.mean_baseline)
+        if comparison.mean_baseline
+        else None
     )
     power = tost_power(
         min(counts), comparison.spread, comparison.spread_baseline, comparison.tested_margin
@@ -217,10 +227,11 @@ def _print(record: Mapping[str, Any], console: Console) -> None:
         f"{record['candidate']} against {record['baseline']}, {record['name']}"
     )
     if "estimate" in record:
-        level = record["level"]
+        level, relative = record["level"], record["estimate_relative"]
+        share = "" if relative is None else f" ({relative:+.1%})"
         console.print(
-            f"  {'ratio' if record['scale'] == 'ratio' else 'difference'} {wording.number(record['estimate'])} "
-            f"({record['estimate_relative']:+.1%}), {level:.0%} CI [{wording.number(record['ci_low'])}, "
+            f"  {'ratio' if record['scale'] == 'ratio' else 'difference'} {wording.number(record['estimate'])}"
+            f"{share}, {level:.0%} CI [{wording.number(record['ci_low'])}, "
             f"{wording.number(record['ci_high'])}], Welch {wording.probability(record['p_difference'])}; "
             f"{2 * level - 1:.0%} CI [{wording.number(record['tost_low'])}, {wording.number(record['tost_high'])}], "
             f"TOST {wording.probability(record['p_equivalence'])}; power {record['power_equivalence']:.0%}",

@@ -4,7 +4,8 @@
     python -m analysis.report moe_vl --scale cluster --json
 
 Writes ``report.html`` (self-contained), ``report.md`` and ``report.json`` into ``runs/<experiment>/<scale>/report/``.
-report.json is the report; the page and the Markdown file are views of it. Numbers of an INVALID endpoint are withheld.
+report.json is the report; the page and the Markdown file are views of it. Estimate and interval of an INVALID endpoint
+are withheld; each run's own value stays in report.json.
 """
 
 from __future__ import annotations

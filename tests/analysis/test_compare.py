@@ -107,6 +107,14 @@ def test_numbers_that_allow_no_interval(tmp_path, capsys, rows, verdict, reason)
         ([*PUBLISHED, "--margin", "ten"], "write 10%"),
         ([*PUBLISHED, "--margin", "0"], "a margin is positive"),
         (["--summary", "molt:1,2", "--baseline", "b", "--margin", "1"], "NAME:MEAN,SD,N"),
+        (
+            ["--summary", "a:1,1,3", "--summary", "a:2,1,3", "--baseline", "a", "--margin", "1"],
+            "a is given twice",
+        ),
+        (
+            ["--summary", "a:1,1,3", "--summary", "b:0,1,3", "--baseline", "b", "--margin", "10%"],
+            "the mean of b is 0",
+        ),
         (["nothing.csv", "--baseline", "b", "--margin", "1"], "cannot be read"),
     ],
 )
@@ -114,6 +122,14 @@ def test_input_that_cannot_be_compared_is_one_clear_line(capsys, arguments, mess
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_baseline_of_mean_zero_has_no_relative_difference(capsys):
+    arguments = ["--summary", "a:1,1,3", "--summary", "b:0,1,3", "--baseline", "b", "--margin", "5"]
+    (record,) = records(capsys, *arguments)
+    assert record["estimate_relative"] is None and record["estimate"] == pytest.approx(1.0)
+    assert main(arguments) == 0
+    assert "difference 1, 95% CI" in capsys.readouterr().out
 
 
 def test_from_python_the_module_is_the_function():
