@@ -77,6 +77,11 @@ def test_markdown_and_json_agree(written):
         assert endpoint["may_write"] in text
 
 
+@pytest.mark.parametrize("view", ["report.md", "report.html"])
+def test_the_report_says_that_a_claim_of_equivalence_is_not_corrected(written, view):
+    assert "each claim of equivalence stands alone" in (written / view).read_text()
+
+
 def test_two_reports_of_the_same_runs_draw_the_same_figures(written):
     def figures():
         page = (written / "report.html").read_text()
