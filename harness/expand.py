@@ -89,7 +89,6 @@ class Expansion:
             lost_run_rule=rules.lost_run_rule,
             validity=rules.validity,
             alpha=rules.alpha,
-            pairing_unit=rules.pairing_unit,
             identities={
                 run.name: PlannedRun(system=run.system, seed=run.seed, identity=run.identity)
                 for run in self.replicates

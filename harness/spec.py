@@ -70,7 +70,6 @@ class Rules(Strict):
     """How the analysis will judge, fixed before the first run; the defaults are the plan's own."""
 
     alpha: float = Field(0.05, gt=0, lt=0.5)
-    pairing_unit: str | None = None
     exclusion: ExclusionRules = ExclusionRules()
     lost_run_rule: LostRunRule = LostRunRule()
     validity: ValidityBounds = ValidityBounds()
