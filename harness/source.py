@@ -83,8 +83,9 @@ def read(path: str | Path) -> Document:
         raise SpecError(
             path, [Problem(0, "", "there is no such file", "Give the path of an experiment")]
         )
-    loader = _Loader(path.read_text())
+    loader = None
     try:
+        loader = _Loader(path.read_text())
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise SpecError(
@@ -100,8 +101,17 @@ def read(path: str | Path) -> Document:
         raise SpecError(
             path, [Problem(line, "", f"is not YAML: {error.problem}", "Mend the syntax there")]
         ) from error
+    except SpecError:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        # Bytes that are no text, an anchor inside itself, a list as a key, a tag that its value does not fit: untrusted input.
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SpecError(
+            path, [Problem(1, "", f"cannot be read: {said}", "Write plain YAML in UTF-8")]
+        ) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _repeated(node: yaml.Node, key: str):

@@ -233,3 +233,24 @@ def test_the_experiment_that_ships_resolves_at_both_scales():
     assert cluster.config("molt", 0).model.path == "Qwen/Qwen3-VL-30B-A3B-Instruct"
     assert cluster.resources.nodes * cluster.resources.devices_per_node == 16
     assert cluster.rules.validity.mismatch_p99 > tiny.rules.validity.mismatch_p99
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"x: &a [*a]", b"x: \x00", b"? [a, b]\n: 1", b'x: !!int "abc"', b"x: caf\xe9"],
+    ids=["anchor in itself", "null byte", "list as a key", "tag that does not fit", "latin-1"],
+)
+def test_hostile_bytes_are_refused_with_the_file_and_a_fix(tmp_path, content):
+    path = tmp_path / "experiment.yaml"
+    path.write_bytes(content)
+    with pytest.raises(SpecError) as refused:
+        load(path)
+    assert "experiment.yaml" in str(refused.value)
+
+
+def test_a_name_that_ends_in_a_line_break_is_no_name(tmp_path):
+    path = tmp_path / "experiment.yaml"
+    text = (ROOT / "experiments" / "moe_vl.yaml").read_text()
+    path.write_text(text.replace("name: moe_vl\n", 'name: "moe_vl\\n"\n', 1))
+    with pytest.raises(SpecError, match="name"):
+        load(path)
