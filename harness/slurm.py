@@ -8,10 +8,12 @@ Job ids are kept in ``slurm.json``, so that a second submit leaves queued and ru
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,6 @@ def parameters(array: Array, name: str, after: list[str]) -> dict[str, Any]:
 def submit_arrays(expansion: Expansion, names: list[str]) -> dict[str, str]:
     """Submit ``names``, which are not live; returns run name -> job id and keeps it in slurm.json."""
     import submitit
-    from submitit.helpers import clean_env
 
     folder = expansion.folder.resolve()
     ids = job_ids(folder)
@@ -83,11 +84,23 @@ def submit_arrays(expansion: Expansion, names: list[str]) -> dict[str, str]:
         name = f"{expansion.experiment.name}-{expansion.scale.name}-{array.runs[0].kind}"
         executor = submitit.SlurmExecutor(folder=folder / "slurm", python=sys.executable)
         executor.update_parameters(**parameters(array, name, [ids[need] for need in pending]))
-        with clean_env():  # from inside an allocation, its variables would reach the new job
+        with outside_an_allocation():
             jobs = executor.map_array(work_run, [str(folder / run.name) for run in array.runs])
         ids |= {run.name: job.job_id for run, job in zip(array.runs, jobs)}
         write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
     return ids
+
+
+@contextmanager
+def outside_an_allocation() -> Iterator[None]:
+    """No variable of an allocation that this may run in, but the one that says where the cluster's configuration is."""
+    from submitit.helpers import clean_env
+
+    where = os.environ.get("SLURM_CONF")
+    with clean_env():
+        if where is not None:
+            os.environ["SLURM_CONF"] = where
+        yield
 
 
 def work_run(run_dir: str) -> None:

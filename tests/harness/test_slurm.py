@@ -152,9 +152,11 @@ def test_many_looks_are_one_question(lab, expansion):
 
 def test_an_allocation_around_the_submit_does_not_reach_the_job(lab, expansion, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CONF", "/etc/elsewhere/slurm.conf")
     start, _ = submit(expansion, expansion.runs)
     submit_arrays(expansion, start[:1])
-    assert "SLURM_JOB_ID" not in (lab / "101.env").read_text()
+    seen = (lab / "101.env").read_text()
+    assert "SLURM_JOB_ID" not in seen and "SLURM_CONF=/etc/elsewhere/slurm.conf" in seen
 
 
 def test_cancel_is_one_scancel(lab, expansion):
