@@ -74,7 +74,10 @@ def parameters(array: Array, name: str, after: list[str]) -> dict[str, Any]:
 
 
 def submit_arrays(expansion: Expansion, names: list[str]) -> dict[str, str]:
-    """Submit ``names``, which are not live; returns run name -> job id and keeps it in slurm.json."""
+    """Submit ``names``, which are not live; returns run name -> job id and keeps it in slurm.json.
+
+    Raises SlurmError where sbatch refuses; the arrays before it stay submitted, and the next submit goes on.
+    """
     import submitit
 
     folder = expansion.folder.resolve()
@@ -85,7 +88,10 @@ def submit_arrays(expansion: Expansion, names: list[str]) -> dict[str, str]:
         executor = submitit.SlurmExecutor(folder=folder / "slurm", python=sys.executable)
         executor.update_parameters(**parameters(array, name, [ids[need] for need in pending]))
         with outside_an_allocation():
-            jobs = executor.map_array(work_run, [str(folder / run.name) for run in array.runs])
+            try:
+                jobs = executor.map_array(work_run, [str(folder / run.name) for run in array.runs])
+            except submitit.core.utils.FailedJobError as error:
+                raise SlurmError(f"sbatch: {str(error).strip()}") from error
         ids |= {run.name: job.job_id for run, job in zip(array.runs, jobs)}
         write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
     return ids

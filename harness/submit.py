@@ -24,7 +24,7 @@ from harness.prepare import prepare
 from harness.problems import SpecError
 from harness.queue import Queue, ask, start_detached
 from harness.run_folder import Busy, RunFolder, describe_holder, is_held
-from harness.slurm import live, submit_arrays
+from harness.slurm import SlurmError, live, submit_arrays
 from harness.spec import load
 from harness.status import queue_lock, read_status, read_statuses
 from harness.sync import at_work, default_uri, end_follower, start_follower
@@ -136,7 +136,12 @@ def main(
     if as_json:
         print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))
     work = run_on_slurm if cluster else run_here
-    raise typer.Exit(work(console, expansion, start, wait, tracking_uri or default_uri(runs)))
+    try:
+        code = work(console, expansion, start, wait, tracking_uri or default_uri(runs))
+    except SlurmError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(EXIT_REFUSED) from error
+    raise typer.Exit(code)
 
 
 def run_here(console: Console, expansion: Expansion, start: list[str], wait: bool, uri: str) -> int:

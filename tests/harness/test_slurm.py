@@ -159,6 +159,13 @@ def test_an_allocation_around_the_submit_does_not_reach_the_job(lab, expansion, 
     assert "SLURM_JOB_ID" not in seen and "SLURM_CONF=/etc/elsewhere/slurm.conf" in seen
 
 
+def test_a_refusing_sbatch_is_one_line_and_not_a_traceback(lab, expansion):
+    (lab / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
+    start, _ = submit(expansion, expansion.runs)
+    with pytest.raises(SlurmError, match="sbatch: .*invalid partition"):
+        submit_arrays(expansion, start)
+
+
 def test_cancel_is_one_scancel(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
     ids = submit_arrays(expansion, start)
