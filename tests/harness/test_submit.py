@@ -316,6 +316,7 @@ def test_a_run_that_is_added_while_the_queue_works_is_taken_on(make_run):
 
 
 def test_json_names_what_was_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(submit_module.shutil, "which", lambda name: None)  # no cluster here
     monkeypatch.setattr(submit_module, "run_here", lambda *_: 0)
     monkeypatch.setattr(submit_module.preflight, "problems", lambda *_, **__: [])
     code, shown = command_line(
