@@ -1,6 +1,6 @@
 """From an item to the tokens that the policy sees: chat template, tokenizer, image processor.
 
-The engine takes one placeholder an image and expands it itself (``collapsed``); the trainer takes the expanded ids and the
+The engine takes one placeholder an image and expands it itself (``collapse``); the trainer takes the expanded ids and the
 patches. Both come from here, so that the forward passes agree on where an image is, and nothing is ever re-tokenised.
 """
 
@@ -63,10 +63,6 @@ class Renderer:
         return Prompt(
             item.prompt_id, index, tuple(token_ids), tuple(images), item.answer, item.info
         )
-
-    def collapsed(self, prompt: Prompt) -> list[int]:
-        """The prompt with one placeholder an image: what the engine takes together with the images."""
-        return collapse(prompt.token_ids, prompt.images)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

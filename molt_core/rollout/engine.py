@@ -247,13 +247,6 @@ class Engine:
             WeightTransferInitRequest(init_info=dict(join_info))
         )
 
-    async def weight_checksums(self) -> dict[str, str]:
-        """Digest of each tensor that the engine keeps, by vLLM's own name for it."""
-        merged: dict[str, str] = {}
-        for worker in await self._llm.compute_weight_checksums():
-            merged.update(worker)
-        return merged
-
     def shutdown(self) -> None:
         self._llm.shutdown()
 

@@ -156,8 +156,5 @@ class RolloutWorker:
         """Stretches of decoding since the last call, and the engine's count of tokens sampled, by purpose."""
         return self.engine.clock.take(), dict(self.engine.tokens)
 
-    async def weight_checksums(self) -> dict[str, str]:
-        return await self.engine.weight_checksums()
-
     async def shutdown(self) -> None:
         self.engine.shutdown()

@@ -11,7 +11,7 @@ from molt_core.agents.shapes import ShapesVariant
 from molt_core.data import Item
 from molt_core.models.load import load_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
-from molt_core.render import Renderer
+from molt_core.render import Renderer, collapse
 from molt_core.train.collate import mrope_positions
 
 SHAPES = {"text": (), "one": ((32, 32),), "two": ((32, 48), (64, 32)), "resized": ((50, 30),)}
@@ -82,7 +82,8 @@ def test_collapsed_prompt_has_one_placeholder_an_image(folder, renderer, shapes)
     item = _item(shapes)
     text, _ = _reference(folder, item)
     unexpanded = AutoProcessor.from_pretrained(folder).tokenizer(text).input_ids
-    assert renderer.collapsed(renderer.prompt(item, 0)) == unexpanded
+    prompt = renderer.prompt(item, 0)
+    assert collapse(prompt.token_ids, prompt.images) == unexpanded
 
 
 def test_positions_equal_get_rope_index(folder, renderer):
