@@ -10,10 +10,10 @@ export OMP_NUM_THREADS := 1
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test mutants lint clean
+.PHONY: help setup demo test slurm-local slurm-stop test-slurm mutants lint clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup:  ## make .venv from requirements/cpu.lock (EXTRA=gpu: from gpu.lock); does nothing where it is up to date
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) was not found; install Python 3.11 (Debian 12: apt-get install" \
@@ -33,6 +33,15 @@ demo: setup  ## run the matched experiment here, end to end, and report its verd
 
 test: setup  ## run the tests (TESTS=tests/molt_core runs some)
 	@$(RUN) -m pytest $(TESTS)
+
+slurm-local:  ## start a real Slurm of four nodes here, below .slurm/ (Debian, root; installs nothing into the system)
+	@$(PYTHON) slurm/local/cluster.py start
+
+slurm-stop:  ## end it
+	@$(PYTHON) slurm/local/cluster.py stop
+
+test-slurm: setup  ## run the tests that need that Slurm; without one they are NOT RUN and say so
+	@$(RUN) -m pytest tests/slurm
 
 mutants: setup  ## plant every fault of tests/mutants in a copy and demand that its tests fail
 	@$(RUN) -m tests.mutants
