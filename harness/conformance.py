@@ -29,6 +29,7 @@ from molt_core.config import RunConfig, load_run_config
 from molt_core.models.layout import from_published
 from molt_core.models.load import excluded_token_ids, iterate_weights
 from molt_core.train.backend import backend_class
+from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, score, split_rows, without_actions
 from molt_core.types import ImageInput, Trajectory, Turn
 
@@ -224,11 +225,10 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
         for part in share
     ]
     excluded = torch.tensor(excluded_token_ids(checkpoint), device=trainer.device)
-    sampled = {
-        "temperature": config.rollout.sampling.temperature,
-        "excluded_ids": excluded,
-    }
-    _, logprobs, tied = score(backend, rows, tie_gap=config.probe.tie_gap, **sampled)
+    distribution = ActionDistribution(config.rollout.sampling.temperature, excluded)
+    _, logprobs, tied = score(
+        backend, rows, distribution=distribution, tie_gap=config.probe.tie_gap
+    )
     losses, norms = [], []
     for _ in range(STEPS):
         sums = forward_backward(
@@ -236,7 +236,7 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
             micro_batches,
             algorithm=config.algorithm,
             denominator=sum(row.action_tokens for row in rows),
-            **sampled,
+            distribution=distribution,
         )
         losses.append(_sum_over_data_ranks(sums["loss"], backend.data_size))
         norms.append(backend.optimizer_step())

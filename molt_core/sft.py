@@ -37,8 +37,8 @@ from molt_core.models.load import (
 )
 from molt_core.render import Renderer
 from molt_core.train.collate import collate
-from molt_core.train.fsdp2 import ActionHead
-from molt_core.train.objective import action_logprobs
+from molt_core.train.logprobs import ActionDistribution
+from molt_core.train.policy import ActionPolicy
 from molt_core.types import NOT_SAMPLED, Prompt, Trajectory, Turn
 
 WARMUP_STREAM = 1 << 32
@@ -90,7 +90,7 @@ def _train(
     warmup = config.warmup
     items = prompt_source(config.task, "train", WARMUP_STREAM + warmup.seed)
     rng = np.random.default_rng((WARMUP_STREAM, warmup.seed))
-    head = ActionHead(policy.train())
+    model, distribution = ActionPolicy(policy.train()), ActionDistribution(1.0, excluded)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=warmup.lr, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -101,7 +101,7 @@ def _train(
         for step in range(warmup.steps):
             rows = supervised_rows(items, step * warmup.rows_per_step, warmup, rng, renderer, eos)
             batch = collate(rows, merge_size=renderer.merge_size)
-            logprobs, _ = action_logprobs(head(batch), batch.action_ids, excluded, 1.0)
+            logprobs, _ = model(batch, distribution)
             loss = -logprobs.mean()
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -163,14 +163,15 @@ def sample(
 
     For a few hundred short answers without an engine; random numbers come from torch's global generator.
     """
-    head = ActionHead(policy.eval())
+    model = ActionPolicy(policy.eval())
     answers: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(prompts), rows_at_once):
         going = list(range(start, min(start + rows_at_once, len(prompts))))
         for _ in range(max_new_tokens):
             rows = [_row(prompts[n], [*answers[n], eos]) for n in going]
             ends = torch.tensor([row.action_tokens for row in rows]).cumsum(0) - 1
-            logits = head(collate(rows))[ends].index_fill(1, excluded, -torch.inf)
+            logits = policy.lm_head(model.hidden(collate(rows))[ends]).float()
+            logits = logits.index_fill(1, excluded, -torch.inf)
             if temperature == 0:
                 ids = logits.argmax(-1)
             else:

@@ -42,6 +42,7 @@ from harness.baselines.megatron_weights import load_weights, weight_entries
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
 from molt_core.train.collate import MicroBatch
+from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor
 
 
@@ -113,9 +114,11 @@ class MegatronCoreBackend:
                 use_gloo_process_groups=False,
             )
 
-    def action_logits(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def action_logprobs(
+        self, micro_batch: MicroBatch, distribution: ActionDistribution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._length = micro_batch.token_ids.shape[1]
-        return self.ddp(micro_batch.to(self.device))
+        return self.ddp(micro_batch.to(self.device), distribution)
 
     @torch.no_grad()
     def router_gap(self) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
@@ -30,6 +31,7 @@ from torch import nn
 
 from harness.baselines.megatron_layout import Layout
 from molt_core.train.collate import MicroBatch
+from molt_core.train.logprobs import ActionDistribution, action_logprobs
 
 
 def check_supported(config) -> None:
@@ -170,8 +172,27 @@ def _decoder_specification(config: TransformerConfig) -> TransformerBlockSubmodu
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
+class ActionHead(nn.Module):
+    """The output layer and the softmax over a vocabulary that is cut over the tensor-parallel ranks.
+
+    A module, so that Megatron's DistributedDataParallel has gathered the weight before it is read.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, distribution: ActionDistribution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden ``[N, hidden]`` whole on every rank; see ``logprobs.action_logprobs``."""
+        cut = parallel_state.get_tensor_model_parallel_world_size() > 1
+        group = parallel_state.get_tensor_model_parallel_group() if cut else None
+        return action_logprobs(hidden, self.weight, ids, distribution, group)
+
+
 class VisionLanguageModel(MegatronModule):
-    """``forward(micro_batch)``: logits ``[N, vocabulary]`` float32 at the positions that predict action tokens."""
+    """``forward(micro_batch, distribution)``: log-probabilities and entropies ``[N]`` of the action tokens."""
 
     def __init__(self, config: TransformerConfig, text, visual: nn.Module) -> None:
         super().__init__(config)
@@ -181,7 +202,6 @@ class VisionLanguageModel(MegatronModule):
             _decoder_specification(config),
             vocab_size=text.vocab_size,
             max_sequence_length=text.max_position_embeddings,
-            parallel_output=False,
             share_embeddings_and_output_weights=False,
             position_embedding_type="mrope",
             rotary_base=text.rope_parameters["rope_theta"],
@@ -190,18 +210,18 @@ class VisionLanguageModel(MegatronModule):
         self.language_model.rotary_pos_emb = InterleavedMRoPE(
             text.head_dim, text.rope_parameters["rope_theta"]
         )
-        # GPTModel then returns hidden states, and the output layer is applied below, to the few positions that need it. Its
-        # input is whole on every tensor-parallel rank, so its input gradient is summed over them, not scattered.
+        # GPTModel then returns hidden states; the output layer's weight serves below, at the few positions that need it.
         self.language_model.post_process = False
-        output = self.language_model.output_layer
-        output.sequence_parallel = False
-        output.allreduce_dgrad = config.tensor_model_parallel_size > 1
+        self.head = ActionHead(self.language_model.output_layer.weight)
+        del self.language_model.output_layer
 
     @property
     def routers(self) -> list[ObservedRouter]:
         return [layer.mlp.router for layer in self.language_model.decoder.layers]
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
+    def forward(
+        self, batch: MicroBatch, distribution: ActionDistribution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = pad_columns(batch, self.config.tensor_model_parallel_size)
         decoder_input = self._embed(batch)
         hidden = self.language_model(
@@ -213,8 +233,7 @@ class VisionLanguageModel(MegatronModule):
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden[batch.action_columns - 1, batch.action_rows]
-        logits, _ = self.language_model.output_layer(hidden[:, None])
-        return logits[:, 0].float()
+        return self.head(hidden, batch.action_ids, distribution)
 
     def _embed(self, batch: MicroBatch) -> torch.Tensor:
         """Embeddings with image features in place; sets every layer's deepstack features."""

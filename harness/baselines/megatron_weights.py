@@ -153,7 +153,7 @@ def weight_entries(model: VisionLanguageModel, text, cuts: Cuts) -> list[Entry]:
             ),
         ]
     entries.append(Same((f"{prefix}.norm.weight",), decoder.decoder.final_layernorm.weight))
-    entries.append(Same(("lm_head.weight",), decoder.output_layer.weight, tensor))
+    entries.append(Same(("lm_head.weight",), model.head.weight, tensor))
     return entries
 
 

@@ -1,8 +1,8 @@
 """TrainBackend: the one thing in which two arms of a trainer comparison differ.
 
-A backend owns a model, its sharding and its optimiser. It turns a micro-batch into logits at the predicting positions,
-runs backward, steps, and gives its weights out under their Hugging Face names. Everything between logits and loss
-(temperature, excluded ids, correction, loss, denominators) is shared code in ``train/objective.py``.
+A backend owns a model, its sharding and its optimiser. It turns a micro-batch into log-probabilities of the action tokens,
+runs backward, steps, and gives its weights out under their Hugging Face names. The softmax over the vocabulary
+(``train/logprobs.py``) and everything behind it (correction, loss: ``train/objective.py``) is shared code.
 
 Every method is called on every rank, in the same order: all of them may be collective.
 """
@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from molt_core.train.collate import MicroBatch
+from molt_core.train.logprobs import ActionDistribution
 
 
 @runtime_checkable
@@ -33,10 +34,13 @@ class TrainBackend(Protocol):
     data_size: int
     """Number of different shares that the rows of a batch are cut into."""
 
-    def action_logits(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Raw logits ``[N, vocabulary]`` float32 at the positions that predict the N action tokens of ``micro_batch``.
+    def action_logprobs(
+        self, micro_batch: MicroBatch, distribution: ActionDistribution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies, both ``[N]`` float32, of the N action tokens of ``micro_batch``.
 
-        Row n belongs to ``micro_batch.action_ids[n]``: it is the output at column ``action_columns[n] - 1``.
+        The n-th belongs to ``micro_batch.action_ids[n]`` and comes from the output at column ``action_columns[n] - 1``. Both
+        can be differentiated. Use ``logprobs.action_logprobs``, which all backends share.
         """
         ...
 

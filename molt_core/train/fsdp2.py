@@ -22,54 +22,11 @@ from torch.distributed.tensor import DTensor
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
 from molt_core.train.collate import MicroBatch
+from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor
+from molt_core.train.policy import ActionPolicy
 
 PREFIX = "policy."
-
-
-class ActionHead(nn.Module):
-    """A policy whose forward gives logits at the predicting positions only. The root sharding unit."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        super().__init__()
-        self.policy = policy
-
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        mask = batch.attention_mask
-        right_padded = bool((mask[:, :-1] >= mask[:, 1:]).all())
-        has_images = batch.patches is not None
-        visual = self.policy.model.visual
-        patches, grid = (
-            (batch.patches, batch.grid_thw) if has_images else _blank_image(visual, mask.device)
-        )
-        features = visual(patches.type(visual.dtype), grid_thw=grid, return_dict=True)
-        outputs = (features.pooler_output, *features.deepstack_features)
-        if has_images:
-            pooled, *deepstack = ([output[batch.feature_index]] for output in outputs)
-            features.pooler_output, features.deepstack_features = pooled, deepstack
-        hidden = self.policy.model(
-            input_ids=batch.token_ids,
-            # Behind a right-padded row's last token there is nothing that an action could attend to: plain causal attention.
-            attention_mask=None if right_padded else mask.long(),
-            position_ids=batch.position_ids,
-            mm_encoder_outputs={"image": features} if has_images else None,
-            use_cache=False,
-        ).last_hidden_state
-        logits = self.policy.lm_head(hidden[batch.action_rows, batch.action_columns - 1]).float()
-        if not has_images:
-            # The vision tower took part, so that its gradients are zero and not missing and ranks agree on their collectives.
-            logits = logits + 0.0 * sum(output.sum() for output in outputs).float()
-        return logits
-
-
-def _blank_image(visual: nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    config = visual.config
-    side = config.spatial_merge_size
-    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return (
-        torch.zeros(side * side, width, device=device),
-        torch.tensor([[1, side, side]], device=device),
-    )
 
 
 class FSDP2Backend:
@@ -98,7 +55,7 @@ class FSDP2Backend:
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for unit in (*policy.model.visual.blocks, *policy.model.language_model.layers):
             fully_shard(unit, mesh=mesh, mp_policy=precision)
-        self.root = fully_shard(ActionHead(policy), mesh=mesh, mp_policy=precision)
+        self.root = fully_shard(ActionPolicy(policy), mesh=mesh, mp_policy=precision)
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -124,10 +81,12 @@ class FSDP2Backend:
     def _keep_router_logits(self, module: nn.Module, inputs: tuple, output: tuple) -> None:
         self._router_logits.append(output[0].detach())
 
-    def action_logits(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def action_logprobs(
+        self, micro_batch: MicroBatch, distribution: ActionDistribution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._router_logits.clear()
         self._shape = tuple(micro_batch.token_ids.shape)
-        return self.root(micro_batch.to(self.device))
+        return self.root(micro_batch.to(self.device), distribution)
 
     def router_gap(self) -> torch.Tensor | None:
         if not self._router_logits:

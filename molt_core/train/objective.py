@@ -1,4 +1,4 @@
-"""From logits to a gradient, the same for every backend: the sampled distribution, correction, loss, one denominator.
+"""From log-probabilities to a gradient, the same for every backend: correction, loss, one denominator.
 
 A rank calls ``forward_backward`` with its share of the rows. What it returns are sums over its action tokens; divided by the
 global denominator after adding up the ranks they are the step's metrics, whatever the layout was.
@@ -18,22 +18,8 @@ from molt_core.algo.losses import LossTokens, loss_function
 from molt_core.config import AlgorithmConfig
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate
+from molt_core.train.logprobs import ActionDistribution
 from molt_core.types import NOT_SAMPLED, Trajectory
-
-
-def action_logprobs(
-    logits: torch.Tensor, ids: torch.Tensor, excluded_ids: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of ``ids`` and entropies, both ``[N]`` float32, of the distribution that was sampled from.
-
-    logits ``[N, vocabulary]`` raw. The engine never samples ``excluded_ids`` and divides by ``temperature``: so do we, before
-    the softmax. Entropy in nats, without gradient.
-    """
-    logits = logits.float().index_fill(1, excluded_ids, -torch.inf) / temperature
-    log_softmax = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropy = -(log_softmax.exp() * log_softmax.nan_to_num(neginf=0.0)).sum(-1)
-    return log_softmax.gather(1, ids[:, None]).squeeze(1), entropy
 
 
 def forward_backward(
@@ -41,8 +27,7 @@ def forward_backward(
     micro_batches: Sequence[tuple[Sequence[Trajectory], Sequence[np.ndarray]]],
     *,
     algorithm: AlgorithmConfig,
-    temperature: float,
-    excluded_ids: torch.Tensor,
+    distribution: ActionDistribution,
     denominator: int,
 ) -> dict[str, float]:
     """Accumulate the gradient of this rank's micro-batches (rows and their advantages). Every rank passes equally many.
@@ -54,9 +39,8 @@ def forward_backward(
     sums: dict[str, float] = {"tokens": 0, "tokens_forward": 0, "loss": 0.0}
     for number, (rows, advantages) in enumerate(micro_batches):
         batch = collate(rows, advantages)
-        logits = backend.action_logits(batch)
-        batch = batch.to(logits.device)
-        logprobs, entropy = action_logprobs(logits, batch.action_ids, excluded_ids, temperature)
+        logprobs, entropy = backend.action_logprobs(batch, distribution)
+        batch = batch.to(logprobs.device)
         behaviour = batch.behaviour_logprobs
         proximal = logprobs.detach() if algorithm.proximal == "current" else behaviour
         weights, correction_metrics = correction(proximal, behaviour, algorithm.correction)
@@ -66,7 +50,7 @@ def forward_backward(
         loss = (per_token * weights).sum() / denominator
         backend.backward(loss, is_last=number == len(micro_batches) - 1)
         per_token_metrics = {
-            "entropy": entropy,
+            "entropy": entropy.detach(),
             "kl": k3(behaviour, logprobs.detach()),
             **correction_metrics,
             **loss_metrics,
@@ -84,8 +68,7 @@ def score(
     backend: TrainBackend,
     rows: Sequence[Trajectory],
     *,
-    temperature: float,
-    excluded_ids: torch.Tensor,
+    distribution: ActionDistribution,
     tie_gap: float,
 ) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
     """Trainer log-probabilities of sampled tokens: (micro-batch, logprobs ``[N]``, tied ``[N]`` bool).
@@ -94,13 +77,12 @@ def score(
     lie closer than ``tie_gap``: rounding may choose another expert there, and all later tokens attend to it.
     """
     batch = collate(rows)
-    logits = backend.action_logits(batch)
-    batch = batch.to(logits.device)
-    logprobs, _ = action_logprobs(logits, batch.action_ids, excluded_ids, temperature)
+    logprobs, _ = backend.action_logprobs(batch, distribution)
+    batch = batch.to(logprobs.device)
     gap = backend.router_gap()
     if gap is None:
         return batch, logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
-    tie = (gap.to(logits.device) < tie_gap) & batch.attention_mask
+    tie = (gap.to(logprobs.device) < tie_gap) & batch.attention_mask
     tied_from_here = tie.cummax(dim=1).values
     return batch, logprobs, tied_from_here[batch.action_rows, batch.action_columns - 1]
 

@@ -26,6 +26,7 @@ from molt_core.models.layout import to_published
 from molt_core.models.load import atomic_folder, excluded_token_ids, save_policy
 from molt_core.rollout import refit
 from molt_core.train.backend import backend_class
+from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, score, split_rows, without_actions
 from molt_core.types import Trajectory
 
@@ -91,10 +92,12 @@ class TrainerRank:
             trainer,
             self.config.loop.steps,
         )
-        self.excluded_ids = torch.tensor(
-            excluded_token_ids(self.checkpoint), dtype=torch.long, device=trainer.device
+        self.distribution = ActionDistribution(
+            self.config.rollout.sampling.temperature,
+            torch.tensor(
+                excluded_token_ids(self.checkpoint), dtype=torch.long, device=trainer.device
+            ),
         )
-        self.temperature = self.config.rollout.sampling.temperature
         return self.backend.data_rank, self.backend.data_size
 
     def step(self, micro_batches: MicroBatches, denominator: int) -> StepResult:
@@ -103,8 +106,7 @@ class TrainerRank:
             self.backend,
             micro_batches,
             algorithm=self.config.algorithm,
-            temperature=self.temperature,
-            excluded_ids=self.excluded_ids,
+            distribution=self.distribution,
             denominator=denominator,
         )
         middle = time.time()
@@ -116,8 +118,7 @@ class TrainerRank:
         batch, logprobs, tied = score(
             self.backend,
             rows,
-            temperature=self.temperature,
-            excluded_ids=self.excluded_ids,
+            distribution=self.distribution,
             tie_gap=self.config.probe.tie_gap,
         )
         differences = (logprobs - batch.behaviour_logprobs).abs()[~tied]

@@ -27,9 +27,10 @@ from molt_core.models.load import load_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.render import Renderer
 from molt_core.train.collate import collate
-from molt_core.train.fsdp2 import ActionHead, FSDP2Backend
+from molt_core.train.fsdp2 import FSDP2Backend
+from molt_core.train.policy import ActionPolicy
 from molt_core.types import NOT_SAMPLED, Trajectory, Turn
-from tests.harness.trainer_cases import MODEL, backend_step, policy_gradient_loss
+from tests.harness.trainer_cases import MODEL, PLAIN, backend_step, policy_gradient_loss
 
 PROMPTS, SAMPLES_EACH, ACTIONS, WARMUP = 16, 8, 4, 3
 
@@ -61,13 +62,14 @@ def demo_rows(checkpoint: Path) -> list[Trajectory]:
 
 def plain_step(checkpoint: Path, optimizer: OptimizerConfig) -> Callable[[list, list], None]:
     """The floor: the same forward pass, backward, clip_grad_norm_ and AdamW, with nothing around them."""
-    model = ActionHead(load_policy(checkpoint).train())
+    model = ActionPolicy(load_policy(checkpoint).train())
     parameters = list(model.parameters())
     adamw = torch.optim.AdamW(parameters, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
 
     def step(rows: list, advantages: list) -> None:
         batch = collate(rows, advantages)
-        policy_gradient_loss(model(batch), batch, len(batch.action_ids)).backward()
+        logprobs, _ = model(batch, PLAIN)
+        policy_gradient_loss(logprobs, batch, len(batch.action_ids)).backward()
         torch.nn.utils.clip_grad_norm_(parameters, optimizer.clip_norm)
         adamw.step()
         adamw.zero_grad()

@@ -16,10 +16,10 @@ from tests.harness.trainer_cases import (
     OPTIMIZER,
     STEPS,
     advantages,
+    backend_logprobs,
     backend_step,
     backend_training,
     context_only,
-    token_logprobs,
     trajectories,
 )
 
@@ -68,7 +68,7 @@ def train(
         with torch.no_grad():
             for rows, values in micro_batches:
                 batch = collate(rows, values)
-                logprobs = token_logprobs(backend.action_logits(batch), batch)
+                logprobs = backend_logprobs(backend, batch)
                 scores.append((rows, logprobs, backend.router_gap()))
         norms, weights = backend_training(backend, micro_batches, denominator)
         interrupted, resumed = build(), build()

@@ -21,6 +21,7 @@ from tests.harness.trainer_cases import (
     OPTIMIZER,
     STEPS,
     advantages,
+    backend_logprobs,
     backend_step,
     backend_training,
     context_only,
@@ -78,7 +79,7 @@ def untrained(checkpoint):
 
 @torch.no_grad()
 def largest_logprob_difference(backend, policy, batch, rows) -> float:
-    found = token_logprobs(backend.action_logits(batch), batch)
+    found = backend_logprobs(backend, batch)
     expected = token_logprobs(oracle_logits(policy, batch, rows), batch)
     assert len(expected) and expected.std() > 0.1
     return float((found - expected).abs().max())
@@ -102,11 +103,10 @@ def test_logprobs_of_a_batch_without_images_equal_transformers(untrained, policy
     assert largest_logprob_difference(untrained, policy, batch, rows) < 1e-5
 
 
-@torch.no_grad()
 def test_logprobs_do_not_depend_on_the_width_of_padding(untrained, rows):
     narrow, wide = collate(rows), collate(rows, pad_to=64)
-    found = untrained.action_logits(wide)
-    assert (found - untrained.action_logits(narrow)).abs().max() < 1e-5
+    found = backend_logprobs(untrained, wide)
+    assert (found - backend_logprobs(untrained, narrow)).abs().max() < 1e-5
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def test_router_gap_is_the_least_over_the_layers_of_transformers_router(untraine
         hook.remove()
     ordered = torch.stack(kept).sort(-1, descending=True).values
     expected = (ordered[..., 1] - ordered[..., 2]).amin(0).view(batch.token_ids.shape)
-    untrained.action_logits(batch)
+    backend_logprobs(untrained, batch)
     found = untrained.router_gap()
     real = batch.attention_mask
     assert found.dtype == torch.float32 and found.shape == real.shape
@@ -180,13 +180,13 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(checkpoint, policy, 
     batch = collate(rows)
     batch = replace(batch, position_ids=batch.position_ids * 200)
 
-    def logprobs(logits):
+    def oracle_logprobs(model):
+        logits = oracle_logits(model, batch, rows, batch.position_ids)
         return token_logprobs(logits.float().detach(), batch)
 
-    exact = logprobs(oracle_logits(policy, batch, rows, batch.position_ids))
-    rounded = load_policy(checkpoint, "bfloat16")
-    theirs = logprobs(oracle_logits(rounded, batch, rows, batch.position_ids))
-    ours = logprobs(in_bfloat16(checkpoint).action_logits(batch))
+    exact = oracle_logprobs(policy)
+    theirs = oracle_logprobs(load_policy(checkpoint, "bfloat16"))
+    ours = backend_logprobs(in_bfloat16(checkpoint), batch)
     assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
 
 

@@ -15,6 +15,7 @@ from molt_core.models.load import load_policy, save_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate
+from molt_core.train.logprobs import ActionDistribution
 from molt_core.types import ImageInput, Trajectory, Turn
 
 MODEL = ModelConfig(builtin="tiny-qwen3-vl-moe")
@@ -141,12 +142,23 @@ def oracle_logits(
     return logits[batch.action_rows, batch.action_columns - 1]
 
 
+PLAIN = ActionDistribution(temperature=1.0, excluded_ids=torch.tensor([], dtype=torch.long))
+"""The softmax as it is."""
+
+
+@torch.no_grad()
+def backend_logprobs(backend: TrainBackend, batch: MicroBatch) -> torch.Tensor:
+    return backend.action_logprobs(batch, PLAIN)[0]
+
+
 def token_logprobs(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, batch.action_ids[:, None]).squeeze(1)
 
 
-def policy_gradient_loss(logits: torch.Tensor, batch: MicroBatch, denominator: int) -> torch.Tensor:
-    return -(token_logprobs(logits, batch) * batch.advantages).sum() / denominator
+def policy_gradient_loss(
+    logprobs: torch.Tensor, batch: MicroBatch, denominator: int
+) -> torch.Tensor:
+    return -(logprobs * batch.advantages).sum() / denominator
 
 
 def oracle_training(
@@ -167,9 +179,8 @@ def oracle_training(
     batch = collate(rows, advantages(rows))
     norms = []
     for _ in range(STEPS):
-        policy_gradient_loss(
-            oracle_logits(policy, batch, rows), batch, len(batch.action_ids)
-        ).backward()
+        logprobs = token_logprobs(oracle_logits(policy, batch, rows), batch)
+        policy_gradient_loss(logprobs, batch, len(batch.action_ids)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)))
         optimizer.step()
         optimizer.zero_grad()
@@ -184,7 +195,8 @@ def backend_step(
     """One optimiser step on this rank's micro-batches; the gradient norm."""
     for number, (rows, row_advantages) in enumerate(micro_batches):
         batch = collate(rows, row_advantages)
-        loss = policy_gradient_loss(backend.action_logits(batch), batch, denominator)
+        logprobs, _ = backend.action_logprobs(batch, PLAIN)
+        loss = policy_gradient_loss(logprobs, batch, denominator)
         backend.backward(loss, is_last=number == len(micro_batches) - 1)
     return backend.optimizer_step()
 

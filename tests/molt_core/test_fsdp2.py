@@ -18,6 +18,7 @@ from tests.harness.trainer_cases import (
     OPTIMIZER,
     STEPS,
     advantages,
+    backend_logprobs,
     backend_step,
     backend_training,
     free_port,
@@ -77,8 +78,8 @@ def test_logprobs_equal_transformers(checkpoint, padding):
     rows = trajectories(checkpoint, IMAGES)
     batch = collate(rows)
     batch = left_padded(batch) if padding == "left" else batch
+    found = backend_logprobs(build(checkpoint), batch)
     with torch.no_grad():
-        found = token_logprobs(build(checkpoint).action_logits(batch), batch)
         expected = token_logprobs(oracle_logits(load_policy(checkpoint), batch, rows), batch)
     assert expected.std() > 0.1
     assert float((found - expected).abs().max()) < 1e-5
@@ -150,9 +151,7 @@ def test_bfloat16_computes_near_float32_over_float32_weights(checkpoint):
     backend = FSDP2Backend(checkpoint, half, OPTIMIZER, TrainerConfig(), STEPS)
     assert {parameter.dtype for parameter in backend.root.parameters()} == {torch.float32}
     assert {weight.dtype for _, weight in backend.named_weights()} == {torch.bfloat16}
-    with torch.no_grad():
-        found = token_logprobs(backend.action_logits(batch), batch)
-        expected = token_logprobs(build(checkpoint).action_logits(batch), batch)
+    found, expected = backend_logprobs(backend, batch), backend_logprobs(build(checkpoint), batch)
     difference = (found - expected).abs()
     assert 1e-4 < float(difference.mean()) < 0.1
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from molt_core.config import AlgorithmConfig
 from molt_core.train.collate import MicroBatch
+from molt_core.train.logprobs import ActionDistribution, action_logprobs
 from molt_core.train.objective import (
-    action_logprobs,
     forward_backward,
     score,
     split_rows,
@@ -23,21 +23,6 @@ from tests.molt_core.make import trajectory
 NOTHING = torch.tensor([], dtype=torch.long)
 
 
-def test_excluded_ids_have_no_share_in_the_distribution():
-    # Probabilities 1/2, 1/4, 1/4 over ids 0, 1, 2. Without id 0: 1/2 each; entropy log 2.
-    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    logprobs, entropy = action_logprobs(logits, torch.tensor([1]), torch.tensor([0]), 1.0)
-    assert logprobs.item() == pytest.approx(math.log(1 / 2))
-    assert entropy.item() == pytest.approx(math.log(2))
-
-
-def test_temperature_divides_the_logits():
-    # Logits 0 and log 4 at temperature 2: 0 and log 2, so 1/3 and 2/3.
-    logits = torch.tensor([[0.0, math.log(4)]])
-    logprobs, _ = action_logprobs(logits, torch.tensor([1]), NOTHING, 2.0)
-    assert logprobs.item() == pytest.approx(math.log(2 / 3))
-
-
 class Bigram:
     """The least policy there is: the next token's logits are a row of a table. A TrainBackend less what is not used here."""
 
@@ -46,8 +31,9 @@ class Bigram:
         self.table = torch.randn(12, 12, generator=generator).requires_grad_()
         self.gap = gap
 
-    def action_logits(self, batch: MicroBatch) -> torch.Tensor:
-        return self.table[batch.token_ids[batch.action_rows, batch.action_columns - 1]]
+    def action_logprobs(self, batch: MicroBatch, distribution: ActionDistribution):
+        before = batch.token_ids[batch.action_rows, batch.action_columns - 1]
+        return action_logprobs(torch.eye(12)[before], self.table.T, batch.action_ids, distribution)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()
@@ -71,8 +57,7 @@ def train(shares: Iterator) -> tuple[dict[str, float], torch.Tensor]:
             backend,
             [([ROWS[i] for i in m], [ADVANTAGES[i] for i in m]) for m in micro_batches],
             algorithm=AlgorithmConfig(),
-            temperature=1.3,
-            excluded_ids=torch.tensor([0]),
+            distribution=ActionDistribution(1.3, torch.tensor([0])),
             denominator=sum(LENGTHS),
         )
         gradient += backend.table.grad
@@ -119,8 +104,7 @@ def test_a_filler_row_adds_nothing():
         backend,
         [([without_actions(ROWS[0])], [np.zeros(0, np.float32)])],
         algorithm=AlgorithmConfig(),
-        temperature=1.0,
-        excluded_ids=NOTHING,
+        distribution=ActionDistribution(1.0, NOTHING),
         denominator=15,
     )
     assert sums["tokens"] == 0 and sums["loss"] == 0
@@ -131,7 +115,7 @@ def test_tokens_from_the_first_router_tie_on_are_tied():
     # Prompt of 3 and 4 actions at columns 3..6; the router ties at column 4, which predicts column 5.
     gap = torch.ones(1, 7)
     gap[0, 4] = 1e-7
-    options = dict(temperature=1.0, excluded_ids=NOTHING, tie_gap=1e-5)
+    options = dict(distribution=ActionDistribution(1.0, NOTHING), tie_gap=1e-5)
     _, _, tied = score(Bigram(gap), [trajectory(prompt=3, actions=4)], **options)
     assert tied.tolist() == [False, False, True, True]
 
