@@ -179,6 +179,24 @@ class ProbeConfig(Strict):
     )
 
 
+class CheckpointConfig(Strict):
+    """When the run's state is saved, and which checkpoints stay on disk."""
+
+    every_steps: int | None = Field(
+        None, gt=0, description="steps between checkpoints; none: only when told to save and stop"
+    )
+    keep_last: int = Field(2, gt=0, description="newest checkpoints that are kept")
+    keep_best: str | None = Field(
+        None, description="field of the step's record by which one more checkpoint is kept"
+    )
+    best_is: Literal["highest", "lowest"] = "highest"
+    max_disk_gb: float | None = Field(
+        None,
+        gt=0,
+        description="bound on all kept checkpoints; the oldest go first, the newest never does",
+    )
+
+
 class WarmupConfig(Strict):
     """A short supervised warm-up that makes the initial checkpoint which all arms and seeds share."""
 
@@ -233,12 +251,23 @@ class RunConfig(Strict):
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     probe: ProbeConfig = ProbeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     warmup: WarmupConfig | None = None
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     seed: int = Field(
         0, ge=0, description="data order, task instances and request seeds; never initial weights"
     )
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> RunConfig:
+        every, evaluated = self.checkpoint.every_steps, self.evaluation.every
+        if (self.checkpoint.keep_best or "").startswith("eval_") and every and every % evaluated:
+            raise ValueError(
+                f"checkpoint.keep_best: {self.checkpoint.keep_best} is measured every {evaluated} steps; set "
+                f"checkpoint.every_steps to a multiple of it, not {every}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_reference_policy_yet(self) -> RunConfig:

@@ -12,7 +12,9 @@ specification on every device.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -90,6 +92,7 @@ class MegatronCoreBackend:
             self.model,
         )
         self.optimizer = self._build_optimizer(optimizer, dtype)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def _build_optimizer(self, optimizer: OptimizerConfig, dtype: torch.dtype):
         config = MegatronOptimizerConfig(
@@ -155,17 +158,15 @@ class MegatronCoreBackend:
         for entry in self._entries:
             yield from zip(entry.names, entry.whole())
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Future:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {
-                "steps": self._steps,
-                # Copies: what this rank steps is a view of a buffer that holds the whole model.
-                "parameters": [[p.detach().clone() for p in g["params"]] for g in self._groups()],
-                "optimizers": [part.optimizer.state_dict() for part in self._parts()],
-            },
-            Path(folder) / _shard_name(),
-        )
+        state = {
+            "steps": self._steps,
+            # Copies: training goes on, and what a rank steps is a view of a buffer that holds the whole model.
+            "parameters": [[p.detach().clone() for p in g["params"]] for g in self._groups()],
+            "optimizers": [copy.deepcopy(part.optimizer.state_dict()) for part in self._parts()],
+        }
+        return self._writer.submit(torch.save, state, Path(folder) / _shard_name())
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -71,11 +72,16 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write model and optimiser state so that ``load`` on the same layout goes on exactly."""
+    def save(self, folder: Path) -> Future:
+        """Copy weights, optimiser state and schedule, and write the copy in the background.
+
+        The backend may step as soon as this returns; the future ends when this rank's part is on disk.
+        """
         ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Take over what ``save`` wrote: on the same layout the next step is the same, bit for bit."""
+        ...
 
 
 def backend_class(name: str) -> type[TrainBackend]:

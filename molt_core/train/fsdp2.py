@@ -8,6 +8,7 @@ and reductions are float32; the forward pass computes in ``model.dtype``, which 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -52,6 +53,8 @@ class FSDP2Backend:
             if type(module).__name__.endswith("TopKRouter"):
                 module.register_forward_hook(self._keep_router_logits)
         mesh = init_device_mesh(trainer.device, (self.data_size,))
+        # A group of its own, because a save in the background takes turns with the trainer's collectives in no fixed order.
+        self._checkpoint_group = dist.new_group(backend="gloo")
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for unit in (*policy.model.visual.blocks, *policy.model.language_model.layers):
             fully_shard(unit, mesh=mesh, mp_policy=precision)
@@ -114,8 +117,10 @@ class FSDP2Backend:
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name.removeprefix(PREFIX), whole.to(self.dtype)
 
-    def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=folder)
+    def save(self, folder: Path) -> Future:
+        return dcp.async_save(
+            self._state(), checkpoint_id=folder, process_group=self._checkpoint_group
+        )
 
     def load(self, folder: Path) -> None:
         state = self._state()

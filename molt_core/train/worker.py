@@ -124,6 +124,31 @@ class TrainerRank:
         differences = (logprobs - batch.behaviour_logprobs).abs()[~tied]
         return ProbeResult(differences.cpu().numpy(), int(tied.sum()))
 
+    def begin_save(self, folder: Path) -> None:
+        """Copy this rank's state and write it in the background; see ``TrainBackend.save``."""
+        streams = {"cpu": torch.get_rng_state()}
+        if self.config.trainer.device == "cuda":
+            streams["cuda"] = torch.cuda.get_rng_state()
+        torch.save(streams, self._streams(folder))
+        self._saving = self.backend.save(folder)
+
+    @ray.method(concurrency_group="saving")
+    def finish_save(self) -> None:
+        """Wait until this rank's part is on disk; the rank may step meanwhile."""
+        self._saving.result()
+
+    def load(self, folder: Path) -> None:
+        """Go on from ``begin_save``. A rank that the saving trainer did not have keeps its fresh random streams."""
+        self.backend.load(folder)
+        if self._streams(folder).exists():
+            streams = torch.load(self._streams(folder))
+            torch.set_rng_state(streams["cpu"])
+            if "cuda" in streams and self.config.trainer.device == "cuda":
+                torch.cuda.set_rng_state(streams["cuda"])
+
+    def _streams(self, folder: Path) -> Path:
+        return folder / f"random-{self.rank}.pt"
+
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder (rank 0), whole or not at all."""
         if self.rank != 0:
@@ -170,9 +195,12 @@ class TrainerGroup:
         trainer = config.trainer
         gpus = 1 if trainer.device == "cuda" else 0
         threads = {"OMP_NUM_THREADS": str(trainer.threads)}
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, runtime_env={"env_vars": threads})(
-            TrainerRank
-        )
+        remote = ray.remote(
+            num_cpus=1,
+            num_gpus=gpus,
+            concurrency_groups={"saving": 1},
+            runtime_env={"env_vars": threads},
+        )(TrainerRank)
         ranks = [remote.remote(rank, config, checkpoint) for rank in range(trainer.world_size)]
         group = cls(ranks, config)
         host, port = await ranks[0].address.remote()
@@ -235,6 +263,15 @@ class TrainerGroup:
         return ProbeResult(
             np.concatenate([r.differences for r in distinct]), sum(r.tied for r in distinct)
         )
+
+    async def begin_save(self, folder: Path) -> None:
+        await asyncio.gather(*(rank.begin_save.remote(folder) for rank in self.ranks))
+
+    async def finish_save(self) -> None:
+        await asyncio.gather(*(rank.finish_save.remote() for rank in self.ranks))
+
+    async def load(self, folder: Path) -> None:
+        await asyncio.gather(*(rank.load.remote(folder) for rank in self.ranks))
 
     async def export(self, folder: Path) -> None:
         await asyncio.gather(*(rank.export.remote(folder) for rank in self.ranks))

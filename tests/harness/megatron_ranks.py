@@ -74,7 +74,7 @@ def train(
         interrupted, resumed = build(), build()
         for _ in range(STEPS - 1):
             backend_step(interrupted, micro_batches, denominator)
-        interrupted.save(out / f"{name}-checkpoint")
+        interrupted.save(out / f"{name}-checkpoint").result()
         resumed.load(out / f"{name}-checkpoint")
         backend_step(resumed, micro_batches, denominator)
         torch.save(

@@ -194,7 +194,7 @@ def test_bfloat16_resumes_exactly_although_its_weights_are_rounded(checkpoint, r
     straight, resumed = in_bfloat16(checkpoint), in_bfloat16(checkpoint)
     step = ([(rows, advantages(rows))], sum(row.action_tokens for row in rows))
     backend_step(straight, *step)
-    straight.save(tmp_path)
+    straight.save(tmp_path).result()
     resumed.load(tmp_path)
     assert backend_step(straight, *step) == backend_step(resumed, *step)
     weights = dict(straight.named_weights())
@@ -210,7 +210,7 @@ def test_learning_rate_follows_the_schedule_also_after_a_resume(checkpoint, rows
     rates = []
     for number in range(5):
         if number == 3:
-            backend.save(tmp_path)
+            backend.save(tmp_path).result()
             backend = build(checkpoint, optimizer, total_steps=5)
             backend.load(tmp_path)
         backend_step(backend, *step)

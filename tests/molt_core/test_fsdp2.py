@@ -104,17 +104,25 @@ def _rank(rank: int, port: int, checkpoint: Path, out: Path) -> None:
     interrupted, resumed = build(checkpoint, world_size=2), build(checkpoint, world_size=2)
     for _ in range(STEPS - 1):
         backend_step(interrupted, share, denominator(checkpoint))
-    interrupted.save(out / "state")
-    resumed.load(out / "state")
-    backend_step(resumed, share, denominator(checkpoint))
-    again = {name: weight.clone() for name, weight in resumed.named_weights()}
-    torch.save((norms, weights, again), out / f"{rank}.pt")
+    saving = interrupted.save(out / "state")
+    backend_step(interrupted, share, denominator(checkpoint))  # must not reach what is being saved
+    saving.result()
+    again = []
+    for folder in ("state", "alone"):
+        resumed.load(out / folder)
+        backend_step(resumed, share, denominator(checkpoint))
+        again.append({name: weight.clone() for name, weight in resumed.named_weights()})
+    torch.save((norms, weights, *again), out / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(checkpoint, tmp_path_factory):
     out, port = tmp_path_factory.mktemp("ranks"), free_port()
+    alone = build(checkpoint)
+    for _ in range(STEPS - 1):
+        backend_step(alone, micro_batches(checkpoint, alone, 100), denominator(checkpoint))
+    alone.save(out / "alone").result()
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(r, port, checkpoint, out)) for r in range(2)]
     for process in ranks:
@@ -127,21 +135,27 @@ def two_ranks(checkpoint, tmp_path_factory):
 
 @pytest.mark.distributed
 def test_two_ranks_with_uneven_shares_take_the_same_steps(oracle, two_ranks):
-    for norms, weights, _ in two_ranks[1]:
+    for norms, weights, *_ in two_ranks[1]:
         assert norms == pytest.approx(oracle[0], rel=1e-5)
         assert largest_difference(weights, oracle[1]) < 5e-6
 
 
 @pytest.mark.distributed
-def test_a_restart_goes_on_exactly_and_another_world_size_can_load_it(checkpoint, two_ranks):
-    out, results = two_ranks
-    for _, weights, again in results:
+def test_a_restart_goes_on_exactly(two_ranks):
+    for _, weights, again, _ in two_ranks[1]:
         assert largest_difference(again, weights) == 0
+
+
+@pytest.mark.distributed
+def test_one_rank_goes_on_from_two_and_two_from_one(checkpoint, two_ranks):
+    out, results = two_ranks
     alone = build(checkpoint)
     alone.load(out / "state")
     backend_step(alone, micro_batches(checkpoint, alone, 100), denominator(checkpoint))
     found = {name: weight.clone() for name, weight in alone.named_weights()}
     assert largest_difference(found, results[0][1]) < 5e-6
+    for _, weights, _, from_one in results:
+        assert largest_difference(from_one, weights) < 5e-6
 
 
 def test_bfloat16_computes_near_float32_over_float32_weights(checkpoint):

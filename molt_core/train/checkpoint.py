@@ -1,0 +1,244 @@
+"""A run's checkpoints: a folder each, whole or not at all, whatever ends the run while one is written.
+
+    RUN/checkpoints/step-00000050/
+      trainer/         weights, moments, schedule, random streams: what the ranks of the trainer wrote
+      loop.pickle      version, books, place in the data, finished groups that wait for the trainer
+      complete.json    step, its metrics record, the size of every file; written last
+
+It is written under a name that starts with a dot, synced, and renamed, so a kill leaves either nothing or all of it. What a
+broken disk or a half-copied folder leaves is noticed by the sizes, named, and passed over for the newest complete one.
+The ranks write in the background (``Saver``): the loop waits for their copy in memory and for nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray import cloudpickle
+
+from molt_core.config import CheckpointConfig
+
+MARKER, LOOP_STATE, TRAINER = "complete.json", "loop.pickle", "trainer"
+SCHEMA_VERSION = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read or kept; the message names the folder and what to change."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: ``bytes`` on disk; ``record`` is the metrics record of its step."""
+
+    path: Path
+    step: int
+    bytes: int
+    record: Mapping[str, Any]
+    policy: str
+    """The Hugging Face folder that the run began from, relative to this checkpoint."""
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / TRAINER
+
+    def loop_state(self) -> dict[str, Any]:
+        with open(self.path / LOOP_STATE, "rb") as file:
+            return pickle.load(file)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Raises CheckpointError that says what a torn checkpoint lacks."""
+    path = Path(path)
+    try:
+        facts = json.loads((path / MARKER).read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: no readable {MARKER}: it was never completed") from error
+    if facts["schema_version"] != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path}: schema version {facts['schema_version']}, this code reads {SCHEMA_VERSION}"
+        )
+    found = _sizes(path)
+    for name, size in facts["files"].items():
+        if found.get(name) != size:
+            raise CheckpointError(
+                f"{path}: {name} has {found.get(name, 'no')} bytes, it was written with {size}"
+            )
+    return Checkpoint(path, facts["step"], sum(found.values()), facts["record"], facts["policy"])
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One process writes here at a time (the run's lock sees to it)."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self.folder, self.config = Path(folder), config
+
+    def scan(self) -> tuple[list[Checkpoint], list[str]]:
+        """(complete ones by step, what is wrong with the others)."""
+        complete, torn = [], []
+        for path in sorted(self.folder.glob("step-*")):
+            try:
+                complete.append(read_checkpoint(path))
+            except CheckpointError as error:
+                torn.append(str(error))
+        return sorted(complete, key=lambda checkpoint: checkpoint.step), torn
+
+    def clear_drafts(self) -> None:
+        """Remove what a killed attempt was writing."""
+        for path in self.folder.glob(".step-*"):
+            shutil.rmtree(path)
+
+    def draft(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of ``step`` in, until ``commit``."""
+        draft = self.folder / f".step-{step:08d}"
+        shutil.rmtree(draft, ignore_errors=True)
+        (draft / TRAINER).mkdir(parents=True)
+        return draft
+
+    def commit(
+        self, draft: Path, loop_state: bytes, record: Mapping[str, Any], policy: Path
+    ) -> Checkpoint:
+        """Complete ``draft`` and delete what it makes superfluous. The record must be on disk already."""
+        path = self.folder / draft.name.removeprefix(".")
+        (draft / LOOP_STATE).write_bytes(loop_state)
+        sizes = _sizes(draft)
+        facts = {
+            "schema_version": SCHEMA_VERSION,
+            "step": record["step"],
+            "policy": os.path.relpath(policy, path),
+            "record": record,
+            "files": sizes,
+        }
+        (draft / MARKER).write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n")
+        for name in (*sizes, MARKER):
+            _sync(draft / name)
+        for inner in sorted({(draft / name).parent for name in sizes}):
+            _sync(inner)
+        if path.exists():  # torn, or of a step that is being trained again
+            _remove(path)
+        os.rename(draft, path)
+        _sync(self.folder)
+        complete, _ = self.scan()
+        for checkpoint in superfluous(complete, self.config):
+            _remove(checkpoint.path)
+        return read_checkpoint(path)
+
+
+def superfluous(checkpoints: Sequence[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
+    """Those of ``checkpoints`` (by step) that the configuration does not keep. Never the newest.
+
+    The disk budget takes the oldest first, and the best one only when nothing else is left. Raises CheckpointError where
+    the newest alone is over it.
+    """
+    newest = checkpoints[-1]
+    best = best_checkpoint(checkpoints, config)
+    kept = [c for c in checkpoints if c in checkpoints[-config.keep_last :] or c is best]
+    if config.max_disk_gb is not None:
+        limit = config.max_disk_gb * 1e9
+        if newest.bytes > limit:
+            raise CheckpointError(
+                f"{newest.path}: {newest.bytes / 1e9:.3g} GB, and checkpoint.max_disk_gb is {config.max_disk_gb}: raise it"
+            )
+        for candidate in sorted(kept[:-1], key=lambda c: (c is best, c.step)):
+            if sum(c.bytes for c in kept) > limit:
+                kept.remove(candidate)
+    return [c for c in checkpoints if c not in kept]
+
+
+def best_checkpoint(
+    checkpoints: Sequence[Checkpoint], config: CheckpointConfig
+) -> Checkpoint | None:
+    """The one with the best ``keep_best``, the latest of equals; None where it is off or not measured yet.
+
+    A checkpoint between two regular ones may lack the metric. Raises CheckpointError where a regular one does.
+    """
+    metric, sign = config.keep_best, 1 if config.best_is == "highest" else -1
+    measured = [c for c in checkpoints if isinstance(c.record.get(metric), int | float)]
+    for checkpoint in checkpoints:
+        regular = config.every_steps and checkpoint.step % config.every_steps == 0
+        if metric is not None and regular and checkpoint not in measured:
+            numbers = sorted(k for k, v in checkpoint.record.items() if isinstance(v, int | float))
+            raise CheckpointError(
+                f"checkpoint.keep_best: {metric!r} is no number in the record of step {checkpoint.step}; it has "
+                f"{', '.join(numbers)}"
+            )
+    return max(measured, key=lambda c: (sign * c.record[metric], c.step), default=None)
+
+
+class SavingTrainer(Protocol):
+    """What a ``Saver`` needs of the trainer; see ``train.worker.TrainerGroup``."""
+
+    async def begin_save(self, folder: Path) -> None: ...
+
+    async def finish_save(self) -> None: ...
+
+
+class Saver:
+    """Writes one checkpoint at a time while the run goes on: ``begin``, record the step, ``commit``.
+
+    A save that failed raises CheckpointError at the next ``check``, ``begin`` or ``wait``.
+    """
+
+    def __init__(self, store: CheckpointStore, trainer: SavingTrainer, policy: Path) -> None:
+        self.store, self.trainer, self.policy = store, trainer, policy
+        self._task: asyncio.Task | None = None
+
+    async def begin(self, step: int, loop_state: Mapping[str, Any]) -> None:
+        """Copy the state of trainer and loop; they may change as soon as this returns. Waits for the save before it."""
+        await self.wait()
+        self._draft = self.store.draft(step)
+        self._loop_state = cloudpickle.dumps(loop_state)
+        await self.trainer.begin_save(self._draft / TRAINER)
+
+    def commit(self, record: Mapping[str, Any]) -> None:
+        """The step's record is on disk: complete the checkpoint as soon as the ranks have written."""
+        self._task = asyncio.create_task(self._complete(record))
+
+    async def _complete(self, record: Mapping[str, Any]) -> None:
+        try:
+            await self.trainer.finish_save()
+            await asyncio.to_thread(
+                self.store.commit, self._draft, self._loop_state, record, self.policy
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self._draft}: the save failed: {error}") from error
+
+    def check(self) -> None:
+        """Raise the failure of a save that has ended."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+
+    async def wait(self) -> None:
+        """Wait for the save in progress."""
+        if self._task is not None:
+            await self._task
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file in ``folder`` but the marker, by relative path."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != MARKER)
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(files)}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that a kill in between leaves no half of a checkpoint."""
+    hidden = path.with_name(f".{path.name}.deleted")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)
