@@ -232,6 +232,10 @@ class TrainerConfig(Strict):
     micro_batch_rows: int = Field(
         64, gt=0, description="trajectories in one forward and backward pass on a rank"
     )
+    activation_checkpointing: bool = Field(
+        False,
+        description="keep only each layer's input and compute the layer again in the backward pass",
+    )
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = Field(1, gt=0, description="CPU threads of a rank")
     layout: dict[str, int] = Field(

@@ -78,6 +78,12 @@ class MegatronCoreBackend:
 
         config = transformer_config(text, layout, dtype, trainer.device)
         self.model = VisionLanguageModel(config, text, policy.model.visual)
+        for layer in self.model.language_model.decoder.layers:
+            layer.checkpointed = trainer.activation_checkpointing
+        if trainer.activation_checkpointing:
+            policy.model.visual.gradient_checkpointing_enable(
+                {"use_reentrant": False, "preserve_rng_state": False}
+            )
         self.model.to(self.device).train()  # the rotary frequencies stay float32 in every precision
         self._entries = weight_entries(self.model, text, cuts)
         load_weights(self._entries, dict(policy.named_parameters()))

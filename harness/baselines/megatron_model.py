@@ -13,6 +13,7 @@ Hidden states are ``[T, B, hidden]``, and split over T between tensor-parallel r
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.baselines.megatron_layout import Layout
 from molt_core.train.collate import MicroBatch
@@ -140,12 +142,20 @@ class InterleavedMRoPE(nn.Module):
 
 
 class DeepstackLayer(TransformerLayer):
-    """A transformer layer that adds ``visual_delta`` (``[T, B, hidden]``, zero at text) to its output."""
+    """A transformer layer that adds ``visual_delta`` (``[T, B, hidden]``, zero at text) to its output.
+
+    Megatron's own activation recomputation asks for CUDA's random state, although there is no dropout to repeat; torch's does
+    not, and serves on every device.
+    """
 
     visual_delta: torch.Tensor | None = None
+    checkpointed = False
 
     def forward(self, *args, **kwargs):
-        hidden, context = super().forward(*args, **kwargs)
+        forward = super().forward
+        if self.checkpointed:
+            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        hidden, context = forward(*args, **kwargs)
         return hidden if self.visual_delta is None else hidden + self.visual_delta, context
 
 

@@ -47,7 +47,11 @@ class FSDP2Backend:
         self.device = torch.device(trainer.device)
         self.dtype = getattr(torch, model.dtype)
         policy = load_policy(checkpoint, torch.float32).train()
-        self._router_logits: list[torch.Tensor] = []
+        if trainer.activation_checkpointing:
+            policy.gradient_checkpointing_enable(
+                {"use_reentrant": False, "preserve_rng_state": False}  # nothing random inside
+            )
+        self._router_logits: dict[nn.Module, torch.Tensor] = {}
         self._top_k = policy.config.text_config.num_experts_per_tok
         for module in policy.modules():
             if type(module).__name__.endswith("TopKRouter"):
@@ -82,7 +86,7 @@ class FSDP2Backend:
         )
 
     def _keep_router_logits(self, module: nn.Module, inputs: tuple, output: tuple) -> None:
-        self._router_logits.append(output[0].detach())
+        self._router_logits[module] = output[0].detach()
 
     def action_logprobs(
         self, micro_batch: MicroBatch, distribution: ActionDistribution
@@ -95,7 +99,7 @@ class FSDP2Backend:
         if not self._router_logits:
             return None
         gaps = []
-        for logits in self._router_logits:
+        for logits in self._router_logits.values():
             best = logits.float().topk(self._top_k + 1, dim=-1).values
             gaps.append(best[:, -2] - best[:, -1])
         return torch.stack(gaps).amin(0).view(self._shape)

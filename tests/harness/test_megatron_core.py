@@ -25,6 +25,7 @@ from tests.harness.trainer_cases import (
     backend_step,
     backend_training,
     context_only,
+    kept_bytes,
     largest_difference,
     left_padded,
     oracle_logits,
@@ -166,6 +167,17 @@ def test_gradient_accumulation_does_not_change_the_step(checkpoint, rows, oracle
     micro_batches = [(rows[i : i + 2], values[i : i + 2]) for i in range(0, len(rows), 2)]
     micro_batches.append(([context_only(rows[0])], [np.zeros(0, np.float32)]))
     norms, weights = backend_training(backend, micro_batches, denominator)
+    np.testing.assert_allclose(norms, oracle[0], rtol=1e-5)
+    assert largest_difference(weights, oracle[1]) < 5e-6
+
+
+def test_activation_checkpointing_keeps_less_and_changes_no_step(checkpoint, rows, oracle):
+    backend = build(checkpoint, activation_checkpointing=True)
+    batch = collate(rows)
+    assert kept_bytes(backend, batch) < 0.6 * kept_bytes(build(checkpoint), batch)
+    backend = build(checkpoint, activation_checkpointing=True)
+    denominator = sum(row.action_tokens for row in rows)
+    norms, weights = backend_training(backend, [(rows, advantages(rows))], denominator)
     np.testing.assert_allclose(norms, oracle[0], rtol=1e-5)
     assert largest_difference(weights, oracle[1]) < 5e-6
 

@@ -151,6 +151,21 @@ def backend_logprobs(backend: TrainBackend, batch: MicroBatch) -> torch.Tensor:
     return backend.action_logprobs(batch, PLAIN)[0]
 
 
+def kept_bytes(backend: TrainBackend, batch: MicroBatch) -> int:
+    """Bytes that one forward pass keeps for its backward pass, each storage once, parameters included."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs, _ = backend.action_logprobs(batch, PLAIN)
+    backend.backward(logprobs.sum(), is_last=True)
+    return sum(kept.values())
+
+
 def token_logprobs(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, batch.action_ids[:, None]).squeeze(1)
 

@@ -22,6 +22,7 @@ from tests.harness.trainer_cases import (
     backend_step,
     backend_training,
     free_port,
+    kept_bytes,
     largest_difference,
     left_padded,
     oracle_logits,
@@ -91,6 +92,17 @@ def test_steps_equal_the_oracle_for_any_micro_batch(checkpoint, oracle, rows_eac
     norms, weights = backend_training(
         backend, micro_batches(checkpoint, backend, rows_each), denominator(checkpoint)
     )
+    assert norms == pytest.approx(oracle[0], rel=1e-5)
+    assert largest_difference(weights, oracle[1]) < 5e-6
+
+
+def test_activation_checkpointing_keeps_less_and_changes_no_step(checkpoint, oracle):
+    batch = collate(trajectories(checkpoint, IMAGES))
+    backend = build(checkpoint, activation_checkpointing=True)
+    assert kept_bytes(backend, batch) < 0.6 * kept_bytes(build(checkpoint), batch)
+    backend = build(checkpoint, activation_checkpointing=True)
+    share = micro_batches(checkpoint, backend, 3)
+    norms, weights = backend_training(backend, share, denominator(checkpoint))
     assert norms == pytest.approx(oracle[0], rel=1e-5)
     assert largest_difference(weights, oracle[1]) < 5e-6
 
