@@ -11,12 +11,20 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from harness.queue import withdraw
-from harness.run_folder import RunFolder, holder, is_held, read_json, run_folders, scale_folders
+from harness.run_folder import (
+    RunFolder,
+    holder,
+    is_held,
+    process_started,
+    read_json,
+    run_folders,
+    scale_folders,
+)
 from harness.slurm import SlurmError, cancel_jobs
 from harness.status import is_asked_for, queue_lock
 
@@ -30,23 +38,36 @@ class CannotStop(RuntimeError):
 
 
 def stop_holder(lock: Path) -> bool:
-    """End the process that holds ``lock`` and wait until the lock is free. False where nobody held it."""
-    if not is_held(lock):
-        return False
-    about = holder(lock)
-    if about["host"] != socket.gethostname():
-        raise CannotStop(
-            f"{lock.parent.name} is worked by process {about['pid']} on {about['host']}; cancel it there"
-        )
-    os.kill(about["pid"], signal.SIGTERM)
+    """End the process that holds ``lock`` and wait until the lock is free. False where nobody held it.
+
+    What a lock says may be of its previous holder, whose number another process may have by now: only the very process that
+    wrote it is signalled.
+    """
     deadline = time.monotonic() + WAIT_S
+    signalled: int | None = None
     while is_held(lock):
+        about = holder(lock)
+        if about.get("host", socket.gethostname()) != socket.gethostname():
+            raise CannotStop(
+                f"{lock.parent.name} is worked by process {about['pid']} on {about['host']}; cancel it there"
+            )
+        if signalled is None and _wrote_it(about):
+            os.kill(about["pid"], signal.SIGTERM)
+            signalled = about["pid"]
         if time.monotonic() > deadline:
             raise CannotStop(
-                f"process {about['pid']} of {lock.parent.name} does not end; see its log"
+                f"process {signalled} of {lock.parent.name} does not end; see its log"
+                if signalled is not None
+                else f"{lock} is held by a process that it does not name; `fuser {lock}` finds it"
             )
         time.sleep(POLL_S)
-    return True
+    return signalled is not None
+
+
+def _wrote_it(about: dict[str, Any]) -> bool:
+    """True where the process that a lock names is still the one that wrote the name there."""
+    started = about.get("process_started")
+    return started is not None and process_started(about["pid"]) == started
 
 
 def cancel(scale_folder: Path, pattern: str | None) -> tuple[list[str], list[str]]:

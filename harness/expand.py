@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from analysis.plan import Plan, PlannedRun
-from harness.identity import Snapshot, digest, outside_files, run_identity, take_snapshot
+from harness.identity import Snapshot, digest, run_identity, take_snapshot
+from harness.inputs import Input, hashes, protocol_inputs, trainer_inputs
 from harness.spec import Experiment, Resources, Scale
 from molt_core.config import RunConfig, TrainerConfig
 
@@ -37,6 +38,8 @@ class Run:
     config: RunConfig
     resources: Resources
     needs: tuple[str, ...] = ()
+    inputs: tuple[Input, ...] = ()
+    """The files beyond the code that it reads."""
     against: RunConfig | None = None
     """The other arm's configuration, of a conformance run."""
 
@@ -150,14 +153,15 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
     first = next(iter(scale.configs.values()))
     shape = scale.resources.model_dump(mode="json", exclude={"time_limit", "hang_after_s"})
     where = {"name": scale.name, **shape}
-    common = {"code": code, "files": outside_files(first, base)}
+    shared = protocol_inputs(first, base)
+    own = {name: trainer_inputs(config) for name, config in scale.configs.items()}
     protocol = protocol_of(first)
     parents: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
     if first.warmup is not None:
         recipe = {key: protocol[key] for key in WARMUP_SECTIONS}
-        identity = run_identity("warmup", where, recipe, **common)
+        identity = run_identity("warmup", where, recipe, code=code, files=hashes(shared))
         trainer = TrainerConfig(device=first.engine.device)
         warmup = Run(
             name=f"warmup-{identity[:8]}",
@@ -168,6 +172,7 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
             identity=identity,
             config=first.model_copy(update={"trainer": trainer, "seed": first.warmup.seed}),
             resources=scale.resources,
+            inputs=shared,
         )
         parents, needs = (identity,), (warmup.name,)
         yield warmup
@@ -180,8 +185,15 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
         config = scale.configs[arm.name]
         pair = {"baseline": baseline.trainer.model_dump(mode="json")}
         pair["candidate"] = config.trainer.model_dump(mode="json")
+        both = (*shared, *own[experiment.baseline], *own[arm.name])
         identity = run_identity(
-            "conformance", where, protocol, **common, system=pair, parents=parents
+            "conformance",
+            where,
+            protocol,
+            code=code,
+            files=hashes(both),
+            system=pair,
+            parents=parents,
         )
         name = f"conformance-{arm.name}-{identity[:8]}"
         conformances[arm.name] = name
@@ -195,6 +207,7 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
             config=config,
             resources=scale.resources,
             needs=needs,
+            inputs=both,
             against=baseline,
         )
 
@@ -203,9 +216,17 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
         config = scale.config(system, seed)
         arm = {"name": system, "trainer": config.trainer.model_dump(mode="json")}
         identity = run_identity(
-            "train", where, protocol, **common, system=arm, seed=seed, parents=parents
+            "train",
+            where,
+            protocol,
+            code=code,
+            files=hashes((*shared, *own[system])),
+            system=arm,
+            seed=seed,
+            parents=parents,
         )
-        checks = conformances.values() if system == experiment.baseline else [conformances[system]]
+        checks = [conformances[system]] if system in conformances else []
+        # A candidate needs its own pair's conformance. The baseline needs none: one arm that does not conform loses no other.
         yield Run(
             name=f"{system}-s{seed}-{identity[:8]}",
             kind="train",
@@ -216,4 +237,5 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
             config=config,
             resources=scale.resources,
             needs=(*needs, *checks),
+            inputs=(*shared, *own[system]),
         )

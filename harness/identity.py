@@ -10,7 +10,6 @@ during an experiment reaches the next submit and never a run that waits or works
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -21,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from molt_core.config import RunConfig
-
 ROOT = Path(__file__).resolve().parents[1]
 """The project's folder."""
 
@@ -30,8 +27,6 @@ CODE = ("molt_core", "harness/__init__.py", "harness/baselines", "harness/confor
 """What a run can import of this project, relative to ROOT."""
 
 MIB = 1 << 20
-WHOLE_UP_TO = 64 * MIB
-"""Largest file of a published model that is hashed byte by byte."""
 SCHEMA = 1
 """Raise when a change elsewhere in the harness changes results: every identity changes with it."""
 
@@ -115,27 +110,6 @@ def take_snapshot(store: Path, root: Path = ROOT, write: bool = True) -> Snapsho
     return Snapshot(code, target)
 
 
-def outside_files(config: RunConfig, base: Path) -> dict[str, str | None]:
-    """Content hashes of what the configuration names beyond the code: rows, plug-ins, agents, a local model's weights.
-
-    None for a path that is not there: a plan can be shown before its data has arrived, with an identity of its own.
-    """
-    paths = [*config.algorithm.plugins]
-    if looks_like_path(config.task.source):
-        paths.append(config.task.source)
-    found = {text: hash_path(base / text) if (base / text).exists() else None for text in paths}
-    if config.model.path is not None and (base / config.model.path).is_dir():
-        found[config.model.path] = hash_path(base / config.model.path, WHOLE_UP_TO)
-    if ":" in config.task.agent:
-        found[config.task.agent] = _module_hash(config.task.agent)
-    return found
-
-
-def looks_like_path(source: str) -> bool:
-    """A file or folder of rows, rather than the name of a built-in task."""
-    return "/" in source or Path(source).suffix in (".jsonl", ".parquet")
-
-
 def run_identity(
     kind: str,
     scale: Mapping[str, Any],
@@ -163,11 +137,3 @@ def run_identity(
             "parents": sorted(parents),
         }
     )
-
-
-def _module_hash(name: str) -> str | None:
-    """Hash of the file behind 'package.module:Class' where it lies outside this project."""
-    spec = importlib.util.find_spec(name.partition(":")[0])
-    if spec is None or spec.origin is None or Path(spec.origin).is_relative_to(ROOT / "molt_core"):
-        return None
-    return hash_path(Path(spec.origin))

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness import fingerprints
+from harness import fingerprints, inputs
 from harness.outcome import judge_exit, last_lines
 from harness.processes import (
     MARK,
@@ -68,6 +68,8 @@ def run_job(run_dir: str | Path) -> Ending:
             ending = Ending("BLOCKED", blocked)
         elif not code_path(folder, run).is_dir():
             ending = Ending("CONFIG", "the copy of the code it was submitted with is gone")
+        elif other := inputs.changed(run.get("inputs", [])):
+            ending = Ending("CONFIG", other)
         else:
             try:
                 ending, facts = _attempt(folder, run, attempt)
@@ -117,9 +119,11 @@ def _attempt(folder: RunFolder, run: dict[str, Any], attempt: Path) -> tuple[End
     become_subreaper()
     scratch = tempfile.mkdtemp(prefix="m")  # short: Ray's socket paths below it must fit 107 bytes
 
+    job = os.getpid()
+
     def in_child() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-        signalled_when_parent_dies(signal.SIGKILL)
+        signalled_when_parent_dies(signal.SIGKILL, job)
 
     try:
         with open(attempt / "output.log", "ab") as log:
@@ -230,7 +234,8 @@ def code_path(folder: RunFolder, run: dict[str, Any]) -> Path:
 
 def environment(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[str, str]:
     """The job's own environment, with the snapshot first on the import path and the run's mark."""
-    path = [str(code_path(folder, run)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(code_path(folder, run)), *run.get("import_path", [])]
+    path += filter(None, [os.environ.get("PYTHONPATH")])
     return {
         **os.environ,
         MARK: run["identity"],

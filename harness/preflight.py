@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from harness.expand import Expansion
-from harness.identity import looks_like_path
+from harness.inputs import find_module, looks_like_path
 
 FREE_DISK_GB = 2
 """What an experiment may write before anybody looks: logs, metrics, a few checkpoints of a small model."""
@@ -43,23 +42,19 @@ def _inputs(expansion: Expansion) -> Iterator[str]:
 
 
 def _imports(expansion: Expansion) -> Iterator[str]:
+    named = {"protocol.task.agent": expansion.runs[0].config.task.agent}
     for name, config in expansion.scale.configs.items():
-        backend = config.trainer.backend
-        if ":" in backend and not _findable(backend.partition(":")[0]):
-            yield f"systems.{name}.trainer.backend: no module {backend.partition(':')[0]}; mend the name"
+        named[f"systems.{name}.trainer.backend"] = config.trainer.backend
+    for key, name in named.items():
+        module, separator, _ = name.partition(":")
+        if separator and find_module(module) is None:
+            yield f"{key}: no module {module} on the import path of this shell; mend the name, or set PYTHONPATH"
     needed = {"torch", "ray", "vllm"}
     if any("megatron" in c.trainer.backend for c in expansion.scale.configs.values()):
         needed.add("megatron")
-    missing = sorted(name for name in needed if not _findable(name))
+    missing = sorted(name for name in needed if find_module(name) is None)
     if missing:
         yield f"not installed: {', '.join(missing)}; run `make setup`"
-
-
-def _findable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
 
 
 def _disk(expansion: Expansion) -> Iterator[str]:

@@ -1,38 +1,52 @@
-"""Write the folders of planned runs: run.json, config.yaml, the command. Written once; a folder that exists stays as it is."""
+"""Write the folders of planned runs: run.json, config.yaml, the command.
+
+Of a folder that exists only what cannot change a result follows the newest submit, and only until the run is done.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from harness import fingerprints
 from harness.expand import Expansion, Run
-from harness.identity import ROOT, WHOLE_UP_TO, hash_path, looks_like_path
-from harness.run_folder import RunFolder, write_json
+from harness.inputs import import_path, looks_like_path
+from harness.run_folder import RunFolder, edit_json, write_json
 from molt_core.config import RunConfig
 
+FOLLOWS = ("resources", "needs", "command", "import_path", "inputs")
+"""Keys of run.json outside the run's identity: limits, what it waits for, how it is started, where its inputs lie."""
 
-def prepare(expansion: Expansion, run: Run) -> RunFolder:
-    """Make ``run``'s folder where it is not there yet."""
+
+def prepare(expansion: Expansion, run: Run, commit: Mapping[str, Any]) -> bool:
+    """Make ``run``'s folder, or bring it up to date. True where a folder that was there changed.
+
+    An attempt that works goes on as it was started; the next one reads what is written here.
+    """
     folder = RunFolder(expansion.folder / run.name)
-    if (folder.path / "run.json").exists():
-        return folder
+    if folder.done is not None:
+        return False
     folder.path.mkdir(parents=True, exist_ok=True)
     write_config(folder.path / "config.yaml", run.config, expansion.base)
     if run.against is not None:
         write_config(folder.path / "baseline.yaml", run.against, expansion.base)
-    write_json(folder.path / "run.json", record(expansion, run))
-    return folder
+    wanted = record(expansion, run, commit)
+    if not (folder.path / "run.json").exists():
+        write_json(folder.path / "run.json", wanted)
+        return False
+    with edit_json(folder.path / "run.json") as found:
+        newer = {key: wanted[key] for key in FOLLOWS if found.get(key) != wanted[key]}
+        found.update(newer)
+    return bool(newer)
 
 
-def record(expansion: Expansion, run: Run) -> dict[str, Any]:
-    """The content of run.json at submit."""
-    weights = expansion.base / (run.config.model.path or "")
-    published = run.config.model.path is not None and weights.is_dir()
+def record(expansion: Expansion, run: Run, commit: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of run.json at submit; ``commit``: what ``fingerprints.commit`` says of the project."""
+    weights = [found for found in run.inputs if found.key == "model.path"]
     return {
         "schema_version": 1,
         "experiment": expansion.experiment.name,
@@ -45,28 +59,30 @@ def record(expansion: Expansion, run: Run) -> dict[str, Any]:
         "needs": list(run.needs),
         "command": command(expansion, run),
         "code_path": os.path.relpath(expansion.snapshot.path, expansion.folder / run.name),
+        "import_path": import_path(run.inputs),
+        "inputs": [found.record() for found in run.inputs],
         "resources": {
             **run.resources.model_dump(mode="json"),
             "time_limit_s": run.resources.time_limit_s,
         },
         "config": run.config.model_dump(mode="json"),
         "image": None,
-        **({"warmup_content_hash": hash_path(weights, WHOLE_UP_TO)} if published else {}),
+        **({"warmup_content_hash": weights[0].hash} if weights else {}),
         "submitted": time.time(),
-        "git": fingerprints.commit(ROOT),
+        "git": dict(commit),
         "fingerprints": {"code": expansion.snapshot.hash},
     }
 
 
 def command(expansion: Expansion, run: Run) -> list[str]:
-    """What the job starts; {run}, {scale} and {attempt} are filled in by it."""
+    """What the job starts; {run}, {scale} and {attempt} are filled in by it, so a brace of a path's own is doubled."""
     checkpoint = "{run}/checkpoint"
     if run.kind != "warmup":
         warmup = expansion.warmup
         checkpoint = (
             f"{{scale}}/{warmup.name}/checkpoint"
             if warmup is not None
-            else _local(run.config.model.path, expansion.base)
+            else _local(run.config.model.path, expansion.base).replace("{", "{{").replace("}", "}}")
         )
     module, *arguments = {
         "warmup": ["molt_core.sft", "{run}/config.yaml", "--out", checkpoint],
@@ -93,7 +109,9 @@ def write_config(path: Path, config: RunConfig, base: Path) -> None:
     if config.model.path is not None:
         data["model"]["path"] = _local(config.model.path, base)
     data["algorithm"]["plugins"] = [_local(p, base) for p in config.algorithm.plugins]
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    text = yaml.safe_dump(data, sort_keys=False)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 def _local(path: str, base: Path) -> str:

@@ -39,9 +39,17 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def signalled_when_parent_dies(number: signal.Signals) -> None:
-    """To be called in the child between fork and exec."""
+def signalled_when_parent_dies(number: signal.Signals, parent: int) -> None:
+    """To be called in the child between fork and exec; ``parent``: the process id of the one that forked.
+
+    A parent that died before the kernel was asked would never be reported, hence the look after it; a handler of the parent's
+    would swallow the signal, hence the default before it.
+    """
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def end_descendants(grace_s: float = 5.0) -> list[str]:

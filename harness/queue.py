@@ -8,11 +8,12 @@ tells them (``harness/processes.py``).
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,27 +24,39 @@ from typing import Annotated
 import typer
 
 from harness.processes import end_leftovers, own_environment, signalled_when_parent_dies
-from harness.run_folder import Busy, RunFolder, hold, read_json, write_json
+from harness.run_folder import Busy, RunFolder, edit_json, hold, read_json
 from harness.status import is_asked_for, queue_lock
 from harness.sync import end_follower, start_follower
 
 TICK_S = 0.5
 """How often finished jobs are collected and the display drawn."""
+CORES_ENV = "MOLT_CORES"
+"""Environment variable that names another pool of cores than the machine's, for queues that shall not wait for others."""
 
 
 def ask(scale_folder: Path, order: list[str], names: list[str]) -> None:
-    """Ask for one more attempt at each of ``names``; ``order`` is the order of all runs of this submit."""
-    before = read_json(scale_folder / "queue.json") or {"work": {}}
+    """Ask for one more attempt at each of ``names``; ``order`` is the order of all runs of this submit.
+
+    What an earlier submit asked for and no queue has started yet stays asked for, after them.
+    """
     wanted = {name: len(RunFolder(scale_folder / name).attempts) for name in names}
-    write_json(scale_folder / "queue.json", {"order": order, "work": {**before["work"], **wanted}})
+    with edit_json(scale_folder / "queue.json") as queue:
+        work = {**queue.get("work", {}), **wanted}
+        left = [
+            name
+            for name in queue.get("order", [])
+            if name not in order and is_asked_for(RunFolder(scale_folder / name), work)
+        ]
+        queue.update(order=[*order, *left], work=work)
 
 
 def withdraw(scale_folder: Path, names: list[str] | None = None) -> None:
     """Ask no longer for ``names`` (None: for nothing)."""
-    queue = read_json(scale_folder / "queue.json")
-    if queue is not None:
-        kept = {n: k for n, k in queue["work"].items() if names is not None and n not in names}
-        write_json(scale_folder / "queue.json", {**queue, "work": kept})
+    if not (scale_folder / "queue.json").exists():
+        return
+    with edit_json(scale_folder / "queue.json") as queue:
+        work = queue["work"].items()
+        queue["work"] = {n: k for n, k in work if names is not None and n not in names}
 
 
 @dataclass
@@ -156,6 +169,7 @@ class Queue:
 
 def start_job(folder: RunFolder) -> subprocess.Popen:
     """``python -m harness.job`` in a session of its own, so that Ctrl-C reaches the queue and not the job."""
+    queue = os.getpid()
     with open(folder.path / "job.log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "harness.job", str(folder.path.resolve())],
@@ -164,26 +178,31 @@ def start_job(folder: RunFolder) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             env=own_environment(),
             start_new_session=True,
-            preexec_fn=lambda: signalled_when_parent_dies(signal.SIGTERM),
+            preexec_fn=lambda: signalled_when_parent_dies(signal.SIGTERM, queue),
         )
 
 
 def take_cores(count: int) -> ExitStack | None:
     """Hold ``count`` of this machine's cores (at most all), None where too few are free.
 
-    A core is a lock file that every queue of this user shares. It bounds how much runs at once; it pins nothing.
+    A core is a name in the kernel's table of abstract sockets: one table for all users, shells and settings of a machine, and
+    a name is free again when its process ends, however it ends. It bounds how much runs at once; it pins nothing.
     """
-    total = len(os.sched_getaffinity(0))
-    folder = Path(tempfile.gettempdir()) / f"molt-cores-{os.getuid()}"
+    pool = os.environ.get(CORES_ENV, "molt-cores")
+    own = sorted(os.sched_getaffinity(0))
     held = ExitStack()
     taken = 0
-    for number in range(total):
+    for number in own:
+        core = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         try:
-            held.enter_context(hold(folder / f"{number}.lock"))
-            taken += 1
-        except Busy:
+            core.bind(f"\0{pool}/{number}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            core.close()
             continue
-        if taken == min(count, total):
+        taken += 1
+        if taken == min(count, len(own)):
             return held
     held.close()
     return None

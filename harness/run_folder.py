@@ -8,7 +8,7 @@
       heartbeat.json  metrics.jsonl  done.json
 
 The lock is the kernel's (an open-file-description lock): it vanishes with its process, however that dies, and asking
-whether it is held does not disturb it.
+whether it is held does not disturb it. The same lock makes a change to a shared file one step (``edit_json``).
 """
 
 from __future__ import annotations
@@ -57,6 +57,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
+def edit_json(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the object in ``path`` ({} where there is none), to be changed in place and then written back.
+
+    Whoever else edits it meanwhile waits, so that of two changes at once none is lost. Nothing is written where the block
+    raises or changes nothing.
+    """
+    with hold(path.with_name(f".{path.name}.lock"), wait=True):
+        value = read_json(path) or {}
+        before = json.dumps(value)
+        yield value
+        if json.dumps(value) != before:
+            write_json(path, value)
+
+
+@contextmanager
 def hold(path: Path, *, wait: bool = False, **about: Any) -> Iterator[None]:
     """Hold the lock file ``path`` while the block runs. Raises Busy, naming the holder, where it is taken and not ``wait``."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +82,9 @@ def hold(path: Path, *, wait: bool = False, **about: Any) -> Iterator[None]:
         except (BlockingIOError, PermissionError) as error:
             raise Busy(f"{path} is held by {describe_holder(path)}") from error
         file.truncate()
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), **about}
-        json.dump({key: value for key, value in holder.items() if value is not None}, file)
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), **about}
+        own["process_started"] = process_started(os.getpid())
+        json.dump({key: value for key, value in own.items() if value is not None}, file)
         file.flush()
         yield
 
@@ -85,9 +101,21 @@ def is_held(path: Path) -> bool:
 
 
 def holder(path: Path) -> dict[str, Any]:
-    """Who holds (or last held) the lock: pid, host, since, and the scheduler's job id where there is one."""
+    """Who holds (or last held) the lock: pid, host, since, and the scheduler's job id where there is one.
+
+    process_started tells a process from a later one with the same number.
+    """
     text = path.read_text() if path.exists() else ""
     return json.loads(text) if text.strip() else {}
+
+
+def process_started(pid: int) -> int | None:
+    """When process ``pid`` of this machine began, in the kernel's clock ticks since boot; None where there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # the name in brackets may hold anything
 
 
 def describe_holder(path: Path) -> str:
@@ -157,8 +185,9 @@ class RunFolder:
         return folder
 
     def update_run(self, **fields: Any) -> None:
-        """Add to run.json. Only the holder of the lock may."""
-        write_json(self.path / "run.json", {**self.run, **fields})
+        """Add to run.json, or replace what is there."""
+        with edit_json(self.path / "run.json") as run:
+            run.update(fields)
 
 
 def tail_records(path: Path, count: int, block: int = 64 * 1024) -> list[dict[str, Any]]:

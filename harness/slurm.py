@@ -1,7 +1,8 @@
-"""Submit runs to Slurm through submitit: one job array for each shape of resources and each step of what waits for what.
+"""Submit runs to Slurm through submitit: one job array for each kind of run and shape of resources, with the arms interleaved.
 
-The task of an array is one run. It starts ``python -m harness.job``, which does on a node what it does on a laptop. What must
-be done first is a dependency of Slurm's (afterok; a job whose dependency failed is cancelled instead of waiting for ever).
+The task of an array is one run. It starts ``python -m harness.job``, which does on a node what it does on a laptop. What every
+task needs is a dependency of Slurm's (afterok; a job whose dependency failed is cancelled instead of waiting for ever); what
+some need is waited for (afterany), and a task whose own need then failed is BLOCKED by its job, alone.
 Job ids are kept in ``slurm.json``, so that a second submit leaves queued and running jobs alone.
 """
 
@@ -12,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,23 +35,30 @@ class SlurmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Array:
-    """Runs that are submitted together: equal resources, equal needs."""
+    """Runs that are submitted together: of one kind, with equal resources."""
 
     runs: tuple[Run, ...]
-    needs: tuple[str, ...]
     resources: Resources
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What any of the runs needs."""
+        return tuple(dict.fromkeys(need for run in self.runs for need in run.needs))
+
+    def all_need(self, name: str) -> bool:
+        return all(name in run.needs for run in self.runs)
 
 
 def arrays(runs: Iterable[Run]) -> list[Array]:
-    """Runs with equal needs and resources together, in the order given: what is needed comes before what needs it."""
+    """Runs of one kind and equal resources together, in the order given: what is needed comes before what needs it."""
     grouped: dict[tuple, list[Run]] = {}
     for run in runs:
-        grouped.setdefault((run.needs, run.resources), []).append(run)
-    return [Array(tuple(group), *key) for key, group in grouped.items()]
+        grouped.setdefault((run.kind, run.resources), []).append(run)
+    return [Array(tuple(group), resources) for (_, resources), group in grouped.items()]
 
 
-def parameters(array: Array, name: str, after: list[str]) -> dict[str, Any]:
-    """submitit's parameters of an array; ``after``: ids of the jobs that must succeed first.
+def parameters(array: Array, name: str, ids: Mapping[str, str]) -> dict[str, Any]:
+    """submitit's parameters of an array; ``ids``: jobs of the runs that it waits for.
 
     The batch script runs on the first node alone (no srun): a run starts its own processes on the others.
     """
@@ -67,8 +75,12 @@ def parameters(array: Array, name: str, after: list[str]) -> dict[str, Any]:
     }
     if resources.device == "cuda":
         chosen |= {"gpus_per_node": resources.devices_per_node, "exclusive": True}
-    if after:
-        chosen["dependency"] = f"afterok:{':'.join(after)}"
+    if ids:
+        succeed = [job for run, job in ids.items() if array.all_need(run)]
+        end = [job for run, job in ids.items() if not array.all_need(run)]
+        asked = [":".join(["afterok", *succeed])] * bool(succeed)
+        asked += [":".join(["afterany", *end])] * bool(end)
+        chosen["dependency"] = ",".join(asked)
         chosen["additional_parameters"] = {"kill-on-invalid-dep": "yes"}
     return chosen
 
@@ -84,9 +96,14 @@ def submit_arrays(expansion: Expansion, names: list[str]) -> dict[str, str]:
     ids = job_ids(folder)
     for array in arrays(run for run in expansion.runs if run.name in names):
         pending = [need for need in array.needs if RunFolder(folder / need).done is None]
+        if absent := [need for need in pending if need not in ids]:
+            raise SlurmError(
+                f"{absent[0]} is needed first and is neither done nor with Slurm; submit with --retry, or let the queue that "
+                "works it end"
+            )
         name = f"{expansion.experiment.name}-{expansion.scale.name}-{array.runs[0].kind}"
         executor = submitit.SlurmExecutor(folder=folder / "slurm", python=sys.executable)
-        executor.update_parameters(**parameters(array, name, [ids[need] for need in pending]))
+        executor.update_parameters(**parameters(array, name, {n: ids[n] for n in pending}))
         with outside_an_allocation():
             try:
                 jobs = executor.map_array(work_run, [str(folder / run.name) for run in array.runs])

@@ -17,13 +17,14 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from analysis.plan import Plan, PlanError, freeze
-from harness import preflight, show
+from harness import fingerprints, preflight, show
 from harness.expand import Expansion, Run, expand
+from harness.identity import ROOT
 from harness.outcome import GOES_ON, WHEN_ASKED
 from harness.prepare import prepare
 from harness.problems import SpecError
 from harness.queue import Queue, ask, start_detached
-from harness.run_folder import Busy, RunFolder, describe_holder, is_held
+from harness.run_folder import Busy, RunFolder, describe_holder, hold, is_held
 from harness.slurm import SlurmError, live, submit_arrays
 from harness.spec import load
 from harness.status import queue_lock, read_status, read_statuses
@@ -69,13 +70,18 @@ def sort_out(
 def submit(
     expansion: Expansion, runs: Sequence[Run], *, retry: bool = False
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Freeze the plan, write the folders, ask for the runs. Returns what ``sort_out`` does. Raises PlanError."""
-    freeze(expansion.plan(), expansion.folder / "plan.json")
-    start, leave = sort_out(expansion.folder, runs, retry)
-    for run in runs:
-        prepare(expansion, run)
-    ask(expansion.folder, [run.name for run in expansion.runs], start)
-    return start, leave
+    """Freeze the plan, write the folders, ask for the runs. Returns what ``sort_out`` does. Raises PlanError.
+
+    One submit at a time works on a folder: a second waits, and then finds what the first has planned and asked for.
+    """
+    commit = fingerprints.commit(ROOT)
+    with hold(expansion.folder / "submit.lock", wait=True):
+        freeze(expansion.plan(), expansion.folder / "plan.json")
+        start, leave = sort_out(expansion.folder, runs, retry)
+        changed = {run.name for run in runs if prepare(expansion, run, commit)}
+        ask(expansion.folder, [run.name for run in expansion.runs], start)
+    note = "; its changed limits count from its next attempt"
+    return start, [(n, f"{why}{note}" if n in changed else why) for n, why in leave]
 
 
 def changes(expansion: Expansion) -> list[str]:
@@ -178,9 +184,10 @@ def run_on_slurm(
 ) -> int:
     """Job arrays for what no job of Slurm has yet. Returns the exit code."""
     folder = expansion.folder
-    queued = live(folder, fresh=True)
-    names = [name for name in start if name not in queued]
-    ids = submit_arrays(expansion, names)
+    with hold(folder / "submit.lock", wait=True):  # or two submits would give a run two jobs
+        queued = live(folder, fresh=True)
+        names = [name for name in start if name not in queued]
+        ids = submit_arrays(expansion, names)
     for name in names:
         console.print(f"  {name}: job {ids[name]}", highlight=False)
     if queued:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 
 import pytest
 
+from harness.queue import CORES_ENV
 from harness.run_folder import RunFolder, write_json
 
 STAND_IN = """
@@ -81,7 +81,6 @@ def job_command():
 
 
 @pytest.fixture
-def own_cores(monkeypatch, tmp_path_factory):
-    """A machine of one's own: tests do not wait for the cores that another queue of this user holds."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("own")))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+def own_cores(monkeypatch, tmp_path):
+    """A machine of one's own: tests do not wait for the cores that another queue holds."""
+    monkeypatch.setenv(CORES_ENV, f"test-{os.getpid()}-{tmp_path.name}")

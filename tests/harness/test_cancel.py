@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import socket
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from harness.cancel import CannotStop, cancel, stop_holder
+from harness.processes import own_environment
 from harness.queue import ask
 from harness.run_folder import hold, is_held, read_json
 from harness.status import queue_lock, read_status
@@ -17,6 +22,17 @@ from tests.harness.test_submit import in_scale, queue_process
 
 pytestmark = pytest.mark.usefixtures("own_cores")
 
+LATE = """
+import sys, time
+from pathlib import Path
+from harness import run_folder
+def late(pid, own=run_folder.process_started):
+    time.sleep(0.5)  # the lock is taken, and what it says is still nothing
+    return own(pid)
+run_folder.process_started = late
+with run_folder.hold(Path(sys.argv[1])):
+    time.sleep(600)
+"""
 FOREVER = "beat('training', 1)\n(run / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
 
 
@@ -77,3 +93,25 @@ def test_a_process_of_another_machine_is_not_signalled(tmp_path):
         with pytest.raises(CannotStop, match="on elsewhere; cancel it there"):
             stop_holder(lock)
     assert psutil.pid_exists(1)
+
+
+def test_a_later_process_with_the_holders_number_is_not_signalled(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.cancel.WAIT_S", 0.3)
+    lock = tmp_path / "run" / "lock"
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with hold(lock):  # by this process, which has not yet written its own name there
+        about = {"pid": stranger.pid, "host": socket.gethostname(), "since": time.time() - 60}
+        lock.write_text(json.dumps({**about, "process_started": 1}))
+        with pytest.raises(CannotStop, match="a process that it does not name"):
+            stop_holder(lock)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(tmp_path):
+    lock = tmp_path / "run" / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", LATE, str(lock)], env=own_environment())
+    until(lambda: is_held(lock))
+    assert stop_holder(lock)
+    assert holder.wait(10) == -signal.SIGTERM

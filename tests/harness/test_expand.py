@@ -37,12 +37,20 @@ def test_the_order_is_the_same_each_time(tmp_path):
     assert orders[0] == orders[1] == orders[2]
 
 
-def test_runs_wait_for_the_warm_up_and_their_pairs_conformance(expansion):
-    warmup, conformance = expansion.runs[:2]
-    assert (warmup.kind, conformance.kind) == ("warmup", "conformance")
-    assert warmup.needs == ()
-    assert conformance.needs == (warmup.name,)
-    assert all(run.needs == (warmup.name, conformance.name) for run in expansion.replicates)
+def test_a_candidate_waits_for_its_own_pairs_conformance_and_the_baseline_for_none(tmp_path):
+    second = "  mine:\n    role: candidate\n    trainer: {micro_batch_rows: 2}\n  theirs:"
+    expansion = expand(
+        load(write(tmp_path, "  theirs:", second)), "here", tmp_path, base=tmp_path, write=False
+    )
+    warmup, ours, mine = expansion.runs[:3]
+    assert [run.kind for run in (warmup, ours, mine)] == ["warmup", "conformance", "conformance"]
+    assert (warmup.needs, ours.needs, mine.needs) == ((), (warmup.name,), (warmup.name,))
+    expected = {
+        "ours": (warmup.name, ours.name),
+        "mine": (warmup.name, mine.name),
+        "theirs": (warmup.name,),
+    }
+    assert {run.system: run.needs for run in expansion.replicates} == expected
 
 
 def test_conformance_runs_both_arms_trainers(expansion):
@@ -52,8 +60,9 @@ def test_conformance_runs_both_arms_trainers(expansion):
 
 
 def test_no_run_is_chosen_without_what_it_needs(expansion):
-    chosen = expansion.select("theirs-s1")
+    chosen = expansion.select("ours-s1")
     assert [run.kind for run in chosen] == ["warmup", "conformance", "train"]
+    assert [run.kind for run in expansion.select("theirs-s1")] == ["warmup", "train"]
     with pytest.raises(ValueError, match="no run's name contains it"):
         expansion.select("nobody")
 

@@ -13,7 +13,6 @@ from harness.identity import (
     code_files,
     digest,
     hash_path,
-    outside_files,
     run_identity,
     take_snapshot,
 )
@@ -112,21 +111,6 @@ def test_the_warm_up_is_remade_for_its_recipe_and_not_for_the_rest(tmp_path):
 def test_another_recipe_of_the_warm_up_changes_every_run(tmp_path):
     before, after = identities(tmp_path), identities(tmp_path, "{steps: 3}", "{steps: 4}")
     assert all(before[run] != after[run] for run in before)
-
-
-def test_the_rows_of_a_file_are_part_of_it(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("{}\n")
-    config = (
-        load(write(tmp_path, "source: shapes", "source: ./rows.jsonl"))
-        .scales["here"]
-        .config("ours", 0)
-    )
-    before = outside_files(config, tmp_path)
-    rows.write_text("{ }\n")
-    assert outside_files(config, tmp_path) != before
-    rows.unlink()
-    assert outside_files(config, tmp_path) == {"./rows.jsonl": None}
 
 
 def test_a_folder_hashes_names_and_contents(tmp_path):

@@ -6,12 +6,14 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
 from harness.outcome import Unfinished, product, summarise
+from harness.processes import own_environment
 from harness.run_folder import Busy, hold, is_held, read_json, write_json
 
 DAEMON = """
@@ -285,3 +287,34 @@ def test_json_is_replaced_whole(tmp_path):
     with pytest.raises(ValueError):
         write_json(path, {"a": float("nan")})
     assert read_json(path) == {"a": 1}
+
+
+ORPHAN = """
+import os, signal, sys, time
+from pathlib import Path
+from harness.processes import signalled_when_parent_dies
+signal.signal(signal.SIGTERM, lambda *_: None)  # a queue's own handler, which a child inherits until it execs
+parent = os.getpid()
+if os.fork() == 0:
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    while os.getppid() == parent:  # the parent ends before the kernel is asked
+        time.sleep(0.01)
+    signalled_when_parent_dies(signal.SIGTERM, parent)
+    Path(sys.argv[2]).touch()
+    time.sleep(600)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_child_whose_parent_died_too_early_ends_all_the_same(tmp_path):
+    pid, lived_on = tmp_path / "pid", tmp_path / "lived on"
+    command = [sys.executable, "-c", ORPHAN, str(pid), str(lived_on)]
+    subprocess.run(command, env=own_environment(), check=True)
+    child = int(until(pid.read_text))
+    try:
+        until(lambda: not is_alive(child) or lived_on.exists())
+        assert not lived_on.exists()
+    finally:
+        if is_alive(child):
+            os.kill(child, signal.SIGKILL)

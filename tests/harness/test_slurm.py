@@ -66,7 +66,7 @@ def directives(lab, number: int) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in found)
 
 
-def test_runs_that_need_the_same_are_one_array_in_their_order(expansion):
+def test_runs_of_a_kind_are_one_array_in_their_order(expansion):
     grouped = arrays(expansion.runs)
     assert [[run.kind for run in array.runs] for array in grouped] == [
         ["warmup"],
@@ -77,7 +77,7 @@ def test_runs_that_need_the_same_are_one_array_in_their_order(expansion):
 
 
 def test_time_is_rounded_up_to_whole_minutes(expansion):
-    assert parameters(arrays(expansion.runs)[0], "x", [])["time"] == 601
+    assert parameters(arrays(expansion.runs)[0], "x", {})["time"] == 601
 
 
 def test_arrays_wait_for_what_they_need_and_die_with_it(lab, expansion):
@@ -88,7 +88,7 @@ def test_arrays_wait_for_what_they_need_and_die_with_it(lab, expansion):
     assert "dependency" not in directives(lab, 101)
     assert directives(lab, 102)["dependency"] == "afterok:101"
     asked = directives(lab, 103)
-    assert asked["dependency"] == "afterok:101:102"
+    assert asked["dependency"] == "afterok:101,afterany:102"  # the baseline needs no conformance
     assert asked["kill-on-invalid-dep"] == "yes"
     assert asked["array"] == "0-5%6"
     assert [ids[run.name] for run in expansion.replicates] == [f"103_{n}" for n in range(6)]
@@ -123,7 +123,14 @@ def test_a_need_that_is_queued_from_before_is_waited_for(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
     submit_arrays(expansion, start[:2])
     submit_arrays(expansion, start[2:])
-    assert directives(lab, 103)["dependency"] == "afterok:101:102"
+    assert directives(lab, 103)["dependency"] == "afterok:101,afterany:102"
+
+
+def test_a_need_that_nobody_works_is_refused_by_name(lab, expansion):
+    submit(expansion, expansion.runs)
+    warmup = expansion.runs[0]
+    with pytest.raises(SlurmError, match=f"{warmup.name} is needed first .* --retry"):
+        submit_arrays(expansion, [run.name for run in expansion.replicates])
 
 
 def test_queued_runs_are_waiting_and_the_others_planned(lab, expansion):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from typer.testing import CliRunner
 from analysis.plan import Plan
 from harness import submit as submit_module
 from harness.expand import expand
+from harness.job import command
 from harness.processes import own_environment
 from harness.queue import Queue, ask, take_cores, withdraw
-from harness.run_folder import RunFolder, is_held, write_json
+from harness.run_folder import RunFolder, is_held, read_json, write_json
 from harness.spec import load
 from harness.status import queue_lock
 from harness.submit import changes, choose_scale, sort_out, submit
@@ -101,6 +103,72 @@ def test_a_second_submit_rewrites_nothing(expansion):
     before = {p: p.read_bytes() for p in expansion.folder.rglob("*.json") if p.name != "queue.json"}
     submit(expansion, expansion.runs)
     assert {p: p.read_bytes() for p in before} == before
+
+
+def test_limits_follow_the_newest_submit_until_the_run_is_done(expansion, tmp_path):
+    submit(expansion, expansion.runs)
+    done, open_ = expansion.replicates[:2]
+    write_json(expansion.folder / done.name / "done.json", {"attempt": 1})
+    limits = "{time_limit: 02:00:00, hang_after_s: 99}"
+    later = load(write(tmp_path, "{time_limit: 00:30:00}", limits))
+    again = expand(later, "here", tmp_path / "runs", base=tmp_path)
+    assert [run.name for run in again.runs] == [run.name for run in expansion.runs]
+    submit(again, again.runs)
+    resources = RunFolder(expansion.folder / open_.name).run["resources"]
+    assert (resources["time_limit_s"], resources["hang_after_s"]) == (7200, 99)
+    assert RunFolder(expansion.folder / done.name).run["resources"]["time_limit_s"] == 1800
+
+
+def test_a_submit_of_other_runs_forgets_no_earlier_one_that_still_waits(expansion, tmp_path):
+    submit(expansion, expansion.runs)
+    other = load(write(tmp_path, "eps: 1e-6", "eps: 1e-7"))
+    later = expand(other, "here", tmp_path / "runs", base=tmp_path)
+    submit(later, later.runs)
+    queue = read_json(expansion.folder / "queue.json")
+    assert queue["order"][: len(later.runs)] == [run.name for run in later.runs]
+    left = [run.name for run in expansion.runs if run.kind != "warmup"]  # the warm-up is shared
+    assert queue["order"][len(later.runs) :] == left
+    assert set(left) <= set(queue["work"])
+
+
+ASK = """
+import sys
+from pathlib import Path
+from harness.queue import ask
+sys.stdin.readline()
+for number in range(40):
+    name = f"{sys.argv[2]}-s{number}-00000000"
+    ask(Path(sys.argv[1]), [name], [name])
+"""
+
+
+def test_two_submits_at_once_lose_no_ask(tmp_path):
+    def asker(system: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", ASK, str(tmp_path), system]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=own_environment(), text=True)
+
+    both = [asker("ours"), asker("theirs")]
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.wait(60) for process in both] == [0, 0]
+    queue = read_json(tmp_path / "queue.json")
+    names = {f"{system}-s{n}-00000000" for system in ("ours", "theirs") for n in range(40)}
+    assert set(queue["work"]) == names
+    assert sorted(queue["order"]) == sorted(names)
+
+
+def test_a_brace_in_a_models_path_is_a_brace(tmp_path):
+    weights = tmp_path / "{run}" / "v{2}"
+    weights.mkdir(parents=True)
+    (weights / "model.safetensors").write_bytes(b"abc")
+    path = write(tmp_path, "{builtin: tiny-qwen3-vl-moe}", f"{{path: '{weights}'}}")
+    path.write_text(path.read_text().replace("  warmup: {steps: 3}\n", ""))
+    expansion = expand(load(path), "here", tmp_path / "runs", base=tmp_path)
+    submit(expansion, expansion.runs)
+    folder = RunFolder(expansion.folder / expansion.replicates[0].name)
+    arguments = command(folder, folder.run, folder.path / "attempts" / "01")
+    assert str(weights.resolve()) in arguments
 
 
 @pytest.mark.parametrize(
@@ -222,6 +290,22 @@ def test_a_failed_warm_up_stops_what_depends_on_it_with_the_reason(make_run):
     )
 
 
+def test_arms_that_do_not_conform_lose_their_candidate_and_no_other(make_run):
+    def conformance(name: str, passed: bool) -> RunFolder:
+        figures = json.dumps({"passed": passed, "detail": "loss differs"})
+        body = f"(run / 'conformance.json').write_text({figures!r})"
+        return make_run(f"conformance-{name}-00000000", body, kind="conformance")
+
+    good, bad = conformance("good", True), conformance("bad", False)
+    kept, lost = (make_run(f"{c.name[12:-9]}-s0-00000000", needs=(c.name,)) for c in (good, bad))
+    baseline = make_run("base-s0-00000000")
+    names = [run.name for run in (bad, good, lost, kept, baseline)]
+    ask(in_scale(kept), names, names)
+    Queue(in_scale(kept)).work()
+    assert kept.done is not None and baseline.done is not None
+    assert lost.end["reason"].startswith(f"BLOCKED: {bad.name} found that the arms do not make")
+
+
 def test_never_more_runs_than_the_machine_has_cores_for(make_run):
     body = """
 here = list(run.parent.glob("*/working"))
@@ -246,6 +330,15 @@ def test_cores_are_shared_by_all_queues_of_a_user():
     held.close()
     with take_cores(1000 * every):  # a run for a larger machine takes the whole of this one
         assert take_cores(1) is None
+
+
+def test_cores_are_the_same_whatever_a_shell_calls_its_temporary_folder(monkeypatch, tmp_path):
+    with take_cores(1000):
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        assert take_cores(1) is None
+    with take_cores(1000) as held:  # a process that ends gives its cores back
+        assert held is not None
 
 
 def test_a_run_is_attempted_once_for_each_time_it_is_asked_for(make_run):
