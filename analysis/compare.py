@@ -1,10 +1,12 @@
 """Compare numbers that are already there: one number a run in a table, or published mean, SD and n.
 
     python -m analysis.compare runs.csv --by system --baseline megatron --margin 10%
+    python -m analysis.compare runs.csv --baseline megatron --margin 10% --pair-by seed
     python -m analysis.compare --summary molt:119.4,2.3,3 --summary slime:109.5,10.3,3 --baseline slime --margin 10%
 
-The same intervals and the same five verdicts as the report, without its checks: nothing here knows whether the numbers
-are valid, and the output says so. From Python: ``analysis.compare(ours, baseline, margin=0.1, scale="ratio")``.
+A table is a CSV, a JSON list of objects, or a JSON object of arm -> list of numbers. The same intervals and the same five
+verdicts as the report, without its checks: nothing here knows whether the numbers are valid, and the output says so.
+From Python: ``analysis.compare(ours, baseline, margin=0.1, scale="ratio", direction="lower")``.
 """
 
 from __future__ import annotations
@@ -21,13 +23,20 @@ from typing import Any, Literal
 
 import pandas as pd
 from rich.console import Console
+from rich.text import Text
 from statsmodels.stats.multitest import multipletests
 
-from analysis import wording
-from analysis.inference import Comparison, NoInference, compare_samples, stand_in_sample
+from analysis import calibration, wording
+from analysis.inference import (
+    Comparison,
+    NoInference,
+    compare_samples,
+    refused_comparison,
+    stand_in_sample,
+)
 from analysis.plan import Endpoint
 from analysis.power import tost_power
-from analysis.verdict import Verdict, decide
+from analysis.verdict import decide
 
 UNCHECKED = "validity was not checked: whether the runs trained, and under one protocol, is not in these numbers"
 FROM_DATA = "the margin was estimated from data: a share of the observed baseline mean"
@@ -43,10 +52,31 @@ def compare(
     *,
     margin: float,
     scale: Literal["absolute", "ratio"] = "absolute",
+    direction: Literal["higher", "lower"] | None = None,
+    paired: bool = False,
     level: float = 0.95,
 ) -> Comparison:
-    """One number a run of an arm ``a`` against the baseline ``b``. Raises NoInference where no interval may be made."""
-    return compare_samples(a, b, margin=margin, scale=scale, alpha=1 - level)
+    """One number a run of an arm ``a`` against the baseline ``b``; ``str()`` of the result reads as a sentence.
+
+    margin: the largest difference that does not matter, in the unit, or relative for scale ratio. direction: which way
+    is better; without it a difference is higher or lower. paired: a[i] and b[i] share a declared unit.
+    Numbers that allow no inference (fewer than 3, not finite, all equal) give a Comparison whose ``refused`` says why and
+    whose verdict is INCONCLUSIVE or INVALID. Raises ValueError for a margin or level that is none, or unequal pairs.
+    """
+    if not 0.5 < level < 1:
+        raise ValueError(f"level is {level}; a confidence level lies between 0.5 and 1, 0.95 say")
+    if scale not in ("absolute", "ratio"):
+        raise ValueError(f"scale is {scale!r}; write absolute or ratio")
+    if direction not in (None, "higher", "lower"):
+        raise ValueError(f"direction is {direction!r}; write higher, lower or None")
+    alpha = 1 - level
+    try:
+        return compare_samples(
+            a, b, margin=margin, scale=scale, alpha=alpha, paired=paired, permutation=True,
+            direction=direction,
+        )  # fmt: skip
+    except NoInference as error:
+        return refused_comparison(a, b, margin=margin, scale=scale, alpha=alpha, why=str(error))
 
 
 def from_summaries(text: Sequence[str]) -> dict[str, list[float]]:
@@ -66,12 +96,11 @@ def from_summaries(text: Sequence[str]) -> dict[str, list[float]]:
     return samples
 
 
-def from_table(path: Path, by: str, value: str | None) -> tuple[str, dict[str, list[float]]]:
-    """(value column, arm -> values) of a CSV, or a JSON list of objects. Raises InputError."""
-    try:
-        table = pd.read_json(path) if path.suffix == ".json" else pd.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as a table: {error}") from error
+def from_table(
+    path: Path, by: str, value: str | None, pair_by: str | None = None
+) -> tuple[str, dict[str, list[float]]]:
+    """(value column, arm -> values); with ``pair_by`` each arm's values in the order of that column. Raises InputError."""
+    table = _read(path, by)
     numeric = [
         c for c in table.select_dtypes("number").columns if c not in (by, "seed", "run", "step")
     ]
@@ -82,7 +111,33 @@ def from_table(path: Path, by: str, value: str | None) -> tuple[str, dict[str, l
     column = value or numeric[0]
     if column not in table:
         raise InputError(f"{path}: no column {column}; --value takes one of {', '.join(numeric)}")
-    return column, {str(arm): list(rows[column]) for arm, rows in table.groupby(by, sort=False)}
+    if pair_by is None:
+        return column, {str(arm): list(rows[column]) for arm, rows in table.groupby(by, sort=False)}
+    if pair_by not in table:
+        raise InputError(f"{path}: no column {pair_by} to pair by")
+    wide = table.pivot_table(index=pair_by, columns=by, values=column, aggfunc=list, sort=False)
+    counts = table.groupby([pair_by, by]).size()
+    if (counts > 1).any():
+        unit, arm = counts[counts > 1].index[0]
+        raise InputError(f"{path}: {arm} has several rows with {pair_by} {unit}; a pair needs one")
+    whole = wide.dropna()
+    if len(whole) < len(wide):
+        alone = ", ".join(map(str, wide.index.difference(whole.index)))
+        raise InputError(f"{path}: {pair_by} {alone} is not in every arm; pairs need both")
+    return column, {str(arm): [cell[0] for cell in whole[arm]] for arm in whole.columns}
+
+
+def _read(path: Path, by: str) -> pd.DataFrame:
+    """The table, one row a run. Raises InputError."""
+    try:
+        if path.suffix != ".json":
+            return pd.read_csv(path)
+        data = json.loads(path.read_text())
+        if isinstance(data, dict) and all(isinstance(v, list) for v in data.values()):
+            data = [{by: arm, "value": value} for arm, values in data.items() for value in values]
+        return pd.DataFrame(data)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as a table: {error}") from error
 
 
 def parse_margin(text: str) -> tuple[float, bool]:
@@ -106,6 +161,7 @@ def judge_samples(
     relative: bool,
     summarised: bool,
     direction: str | None = None,
+    paired: bool = False,
 ) -> list[dict[str, Any]]:
     """One record a candidate, with the keys of report.json; Holm over the candidates. Raises InputError."""
     if baseline not in samples or len(samples) < 2:
@@ -118,31 +174,27 @@ def judge_samples(
         raise InputError(
             f"--margin {margin:.0%}: the mean of {baseline} is 0 and has no share; give the margin in the unit"
         )
-    found: dict[str, Comparison | str] = {}
-    for arm in samples:
-        if arm == baseline:
-            continue
-        mean = sum(samples[baseline]) / len(samples[baseline])
-        width = margin * abs(mean) if from_data else margin
-        try:
-            found[arm] = replace(
-                compare_samples(samples[arm], samples[baseline], margin=width, scale=scale),
-                margin_from_data=from_data,
-            )
-        except NoInference as error:
-            found[arm] = str(error)
-    family = [c.p_difference if isinstance(c, Comparison) else 1.0 for c in found.values()]
+    mean = sum(samples[baseline]) / len(samples[baseline])
+    found = {
+        arm: replace(
+            compare(
+                samples[arm],
+                samples[baseline],
+                margin=margin * abs(mean) if from_data else margin,
+                scale=scale,
+                direction=direction,
+                paired=paired,
+            ),
+            margin_from_data=from_data,
+            **({"p_permutation": None} if summarised else {}),
+        )
+        for arm in samples
+        if arm != baseline
+    }
+    family = [1.0 if c.refused else c.p_difference for c in found.values()]
     adjusted = multipletests(family, method="holm")[1]
     return [
-        _record(
-            arm,
-            baseline,
-            name,
-            direction,
-            comparison,
-            float(p),
-            [len(samples[arm]), len(samples[baseline])],
-        )
+        _record(arm, baseline, name, comparison, float(p), samples, summarised)
         for (arm, comparison), p in zip(found.items(), adjusted)
     ]
 
@@ -151,49 +203,51 @@ def _record(
     arm: str,
     baseline: str,
     name: str,
-    direction: str | None,
-    comparison: Comparison | str,
+    comparison: Comparison,
     p_adjusted: float,
-    counts: list[int],
+    samples: Mapping[str, Sequence[float]],
+    summarised: bool,
 ) -> dict[str, Any]:
-    common = {"name": name, "direction": direction, "candidate": arm, "baseline": baseline}
-    sizes = {"n": counts[0], "n_baseline": counts[1]}
-    if isinstance(comparison, str):
-        few = min(counts) < 3
-        verdict = Verdict.INCONCLUSIVE if few else Verdict.INVALID
-        return {
-            **common,
-            **sizes,
-            "verdict": verdict.value,
-            "reasons": [comparison],
-            "needed_n": [3, None] if few else None,
-        }
-    endpoint = Endpoint(
-        name=name, field=name, summary="at_last_step", unit="", direction=direction or "higher", scale=comparison.scale,
-        margin=comparison.margin, margin_reason="given on the command line",
-    )  # fmt: skip
-    decision = decide(endpoint, comparison, p_adjusted=p_adjusted)
-    cautions = [UNCHECKED] + ([FROM_DATA] if comparison.margin_from_data else [])
-    relative = (
-        comparison.estimate - 1
-        if comparison.scale == "ratio"
-        else comparison.estimate / abs(comparison.mean_baseline)
-        if comparison.mean_baseline
-        else None
-    )
-    power = tost_power(
-        min(counts), comparison.spread, comparison.spread_baseline, comparison.tested_margin
-    )
-    return {
-        **common,
-        **sizes,
+    needed = comparison.needed
+    common = {
+        "name": name,
+        "direction": comparison.direction,
+        "candidate": arm,
+        "baseline": baseline,
+        "n": comparison.n,
+        "n_baseline": comparison.n_baseline,
         "scale": comparison.scale,
         "margin": comparison.margin,
         "margin_from_data": comparison.margin_from_data,
+    }
+    if comparison.refused:
+        return {
+            **common,
+            "verdict": comparison.verdict.value,
+            "reasons": [comparison.refused],
+            "needed_n": needed and [needed.low, needed.high],
+        }
+    endpoint = Endpoint(
+        name=name, field=name, summary="at_last_step", unit="", direction=comparison.direction or "higher",
+        scale=comparison.scale, margin=comparison.margin, margin_reason="given on the command line",
+    )  # fmt: skip
+    decision = decide(endpoint, comparison, p_adjusted=p_adjusted)
+    cautions = [UNCHECKED] + ([FROM_DATA] if comparison.margin_from_data else [])
+    if not summarised:
+        cautions += calibration.warnings(comparison, (samples[arm], samples[baseline]))
+    power = tost_power(
+        min(comparison.n, comparison.n_baseline),
+        *comparison.tested_spreads,
+        comparison.tested_margin,
+    )
+    return {
+        **common,
+        "paired": comparison.paired,
+        "correlation": comparison.correlation,
         "mean": comparison.mean,
         "mean_baseline": comparison.mean_baseline,
         "estimate": comparison.estimate,
-        "estimate_relative": relative,
+        "estimate_relative": comparison.relative,
         "ci_low": comparison.ci_low,
         "ci_high": comparison.ci_high,
         "level": comparison.level,
@@ -204,9 +258,10 @@ def _record(
         "p_difference": comparison.p_difference,
         "p_difference_holm": p_adjusted,
         "p_equivalence": comparison.p_equivalence,
+        "p_permutation": comparison.p_permutation,
         "power_equivalence": power,
         "verdict": decision.verdict.value,
-        "detail": _without_direction(decision.detail) if direction is None else decision.detail,
+        "detail": decision.detail if comparison.direction else _without_direction(decision.detail),
         "reasons": list(decision.reasons),
         "cautions": cautions,
         "needed_n": decision.needed and [decision.needed.low, decision.needed.high],
@@ -222,24 +277,30 @@ def _without_direction(detail: str) -> str:
 
 
 def _print(record: Mapping[str, Any], console: Console) -> None:
-    console.print(
-        f"[bold]{record['verdict']}[/bold] {record.get('detail', '')}   "
-        f"{record['candidate']} against {record['baseline']}, {record['name']}"
+    head = Text(record["verdict"], style="bold")
+    head.append(
+        f" {record.get('detail', '')}   {record['candidate']} against {record['baseline']}, {record['name']}",
+        style="not bold",
     )
+    console.print(head, soft_wrap=True)
     if "estimate" in record:
         level, relative = record["level"], record["estimate_relative"]
         share = "" if relative is None else f" ({relative:+.1%})"
-        console.print(
+        test = (
+            f"paired t (correlation {record['correlation']:.2f})" if record["paired"] else "Welch"
+        )
+        exact = record["p_permutation"]
+        line = (
             f"  {'ratio' if record['scale'] == 'ratio' else 'difference'} {wording.number(record['estimate'])}"
             f"{share}, {level:.0%} CI [{wording.number(record['ci_low'])}, "
-            f"{wording.number(record['ci_high'])}], Welch {wording.probability(record['p_difference'])}; "
+            f"{wording.number(record['ci_high'])}], {test} {wording.probability(record['p_difference'])}"
+            f"{'' if exact is None else f', exact permutation {wording.probability(exact)}'}; "
             f"{2 * level - 1:.0%} CI [{wording.number(record['tost_low'])}, {wording.number(record['tost_high'])}], "
-            f"TOST {wording.probability(record['p_equivalence'])}; power {record['power_equivalence']:.0%}",
-            soft_wrap=True,
-            highlight=False,
-        )  # fmt: skip
+            f"TOST {wording.probability(record['p_equivalence'])}; power {record['power_equivalence']:.0%}"
+        )
+        console.print(Text(line), soft_wrap=True)
     for text in (*record["reasons"], *record.get("cautions", ())):
-        console.print(f"  - {text}", soft_wrap=True, highlight=False)
+        console.print(Text(f"  - {text}"), soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -253,6 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--summary", action="append", default=[], metavar="NAME:MEAN,SD,N")
     parser.add_argument("--baseline", required=True)
     parser.add_argument("--margin", required=True, help="10%% (relative) or a number in the unit")
+    parser.add_argument("--pair-by", metavar="COLUMN", help="column that holds the pairing unit")
     parser.add_argument("--direction", choices=("higher", "lower"), help="which way is better")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
@@ -263,10 +325,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.summary:
             name, samples = "value", from_summaries(options.summary)
         else:
-            name, samples = from_table(options.table, options.by, options.value)
+            name, samples = from_table(options.table, options.by, options.value, options.pair_by)
         records = judge_samples(
             samples, options.baseline, name=name, margin=margin, relative=relative,
             summarised=bool(options.summary), direction=options.direction,
+            paired=options.pair_by is not None and not options.summary,
         )  # fmt: skip
     except InputError as error:
         print(f"analysis.compare: {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,17 @@ FINISHED, LOST, NOT_STARTED = "finished", "lost", "not started"
 
 class LoadError(ValueError):
     """A run folder that breaks the record's contract; the message names file, line and key."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a run as the job recorded it; times are Unix seconds, ``ended`` None while it works or was killed."""
+
+    number: int
+    host: str
+    started: float
+    ended: float | None
+    state: str
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class RunRecord:
     attempts: int = 0
     recorded_attempts: int = 0
     planned: bool = True
+    spans: tuple[Attempt, ...] = ()
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -64,12 +76,18 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A frozen plan and what became of its runs; ``beyond`` are folders that the plan does not name."""
+    """A frozen plan and what became of its runs; ``beyond`` are folders that the plan does not name.
+
+    ``runs`` are the replicates. controls (learning rate zero) and repeats (a system and seed once more) are the noise
+    floor: they are shown beside the differences and enter none.
+    """
 
     folder: Path
     plan: Plan
     runs: tuple[RunRecord, ...]
     beyond: tuple[RunRecord, ...] = field(default=())
+    controls: tuple[RunRecord, ...] = field(default=())
+    repeats: tuple[RunRecord, ...] = field(default=())
 
     def of(self, system: str) -> tuple[RunRecord, ...]:
         """The planned runs of an arm, by seed."""
@@ -84,10 +102,10 @@ def load_experiment(folder: str | Path) -> Experiment:
     """Read ``runs/<experiment>/<scale>``. Raises PlanError without a plan, LoadError on a broken record."""
     folder = Path(folder)
     plan = Plan.load(folder / "plan.json")
-    runs = tuple(
-        load_run(folder / name, system=run.system, seed=run.seed, identity=run.identity)
-        for name, run in plan.identities.items()
-    )
+    runs: dict[str, list[RunRecord]] = {"replicate": [], "control": [], "repeat": []}
+    for name, run in plan.identities.items():
+        record = load_run(folder / name, system=run.system, seed=run.seed, identity=run.identity)
+        runs[run.purpose].append(record)
     systems = {arm.name for arm in plan.arms}
     beyond = []
     for path in sorted(folder.glob("*/run.json")):
@@ -95,7 +113,14 @@ def load_experiment(folder: str | Path) -> Experiment:
         replicate = facts.get("system") in systems and facts.get("kind", "train") == "train"
         if replicate and path.parent.name not in plan.identities:
             beyond.append(load_run(path.parent, planned=False))
-    return Experiment(folder, plan, runs, tuple(beyond))
+    return Experiment(
+        folder,
+        plan,
+        tuple(runs["replicate"]),
+        tuple(beyond),
+        controls=tuple(runs["control"]),
+        repeats=tuple(runs["repeat"]),
+    )
 
 
 def load_run(
@@ -135,6 +160,7 @@ def load_run(
         attempts=len(attempts),
         recorded_attempts=metrics.attrs.get("attempts", 0),
         planned=planned,
+        spans=tuple(_spans(attempts)),
     )
 
 
@@ -213,6 +239,23 @@ def _changed_since(folder: Path) -> tuple[str, ...]:
         return ()
     same = hashlib.sha256(metrics.read_bytes()).hexdigest() == expected
     return () if same else (f"{folder.name}: metrics.jsonl changed after the run was done",)
+
+
+def _spans(attempts: list[Path]) -> Iterator[Attempt]:
+    """Attempts with a recorded start; a job that records none (an external system) has no place in a timeline."""
+    for path in attempts:
+        if not (path / "start.json").is_file():
+            continue
+        start = _read_json(path / "start.json")
+        end = _read_json(path / "end.json") if (path / "end.json").is_file() else {}
+        host = start.get("slurm_job_nodelist") or start.get("host", "unknown host")
+        yield Attempt(
+            int(path.name),
+            host,
+            start["time"],
+            end.get("ended"),
+            end.get("state", "no end recorded"),
+        )
 
 
 def _state(folder: Path, attempts: list[Path]) -> tuple[str, str]:

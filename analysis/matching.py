@@ -117,6 +117,32 @@ def interleaved(pair: Pair) -> Finding:
 
 
 @pair_check(
+    "same nodes",
+    "the arms share a node, or every run has nodes of its own",
+    "arms that ran on different machines differ by the machines too",
+    effect="flag",
+    kinds=("speed",),
+)
+def same_nodes(pair: Pair) -> Finding:
+    hosts = {
+        name: sorted({span.host for run in runs for span in run.spans})
+        for name, runs in pair.arms.items()
+    }
+    values = {name: _some(seen) for name, seen in hosts.items()}
+    if not all(hosts.values()):
+        return Finding(None, values, "no attempt records its host")
+    counts = [len(seen) for seen in hosts.values()]
+    runs = [len(runs) for runs in pair.arms.values()]
+    apart = not set.intersection(*map(set, hosts.values())) and counts != runs
+    return Finding(not apart, values, "the arms never ran on one node" if apart else "")
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+@pair_check(
     "conformance",
     "three steps on one batch agree",
     "both trainers must make the same update to be compared",
@@ -229,6 +255,7 @@ MATCHING = (
     same_packages,
     same_hardware,
     interleaved,
+    same_nodes,
     conformance,
     nothing_beyond,
 )

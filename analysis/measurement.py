@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 from analysis.checks import Check, Pair
 from analysis.inference import Comparison, NoInference, compare_samples
+from analysis.lost import WorstCase, worst_case
+from analysis.pairing import pair_up
 from analysis.plan import Endpoint
 from analysis.sensitivity import check_endpoint
-from analysis.summaries import SummaryError, summarise
+from analysis.summaries import SummaryError, crossing, summarise
+from analysis.thresholds import Race, race
 from analysis.validity import check_runs
 
 
@@ -21,7 +24,8 @@ class Measurement:
     """An endpoint as measured. ``values``: arm -> seed -> the run's number, candidate first.
 
     missing: finished runs that gave no number. comparison is None where no interval may be made, and ``no_inference``
-    says why.
+    says why. used_seeds: per arm, the seeds that enter the comparison, pair by pair where it is paired. race stands in
+    place of a comparison where a run ended before the endpoint's threshold; its value is then where it ended.
     """
 
     endpoint: Endpoint
@@ -32,10 +36,27 @@ class Measurement:
     comparison: Comparison | None
     no_inference: str
     checks: tuple[Check, ...]
+    used_seeds: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    pairing_note: str = ""
+    race: Race | None = None
+    worst_case: WorstCase | None = None
 
     @property
     def fewest_runs(self) -> int:
         return min(len(by_seed) for by_seed in self.values.values())
+
+    @property
+    def samples(self) -> tuple[list[float], list[float]]:
+        """The numbers that enter the comparison: the candidate's, the baseline's."""
+        names = (self.candidate, self.baseline)
+        return tuple([self.values[n][s] for s in seeds] for n, seeds in zip(names, self.used_seeds))
+
+    @property
+    def p_difference(self) -> float | None:
+        """What Holm's correction takes: Welch's p, the paired one, or the log-rank test's; None without a test."""
+        if self.race is not None:
+            return self.race.p_logrank
+        return self.comparison and self.comparison.p_difference
 
 
 def measure(pair: Pair) -> tuple[Measurement, ...]:
@@ -53,21 +74,28 @@ def _measure_endpoint(pair: Pair, endpoint: Endpoint, run_checks: tuple[Check, .
                 values[name][run.seed] = summarise(endpoint, run, pair.plan.exclusion)
             except SummaryError as error:
                 missing.append(str(error))
-    samples = {name: list(by_seed.values()) for name, by_seed in values.items()}
     checks = tuple(check for check in run_checks if endpoint.name in check.endpoints)
-    comparison, no_inference = None, "; ".join(missing)
+    comparison, no_inference, found_race = None, "; ".join(missing), None
+    paired, used, note = pair_up(pair, endpoint, values)
+    ours, theirs = ([values[n][s] for s in seeds] for n, seeds in zip(pair.names, used))
     if not missing:
-        checks += check_endpoint(pair, endpoint, samples)
+        checks += check_endpoint(pair, endpoint, {n: list(v.values()) for n, v in values.items()})
         try:
-            comparison = compare_samples(
-                samples[pair.candidate],
-                samples[pair.plan.baseline],
-                margin=endpoint.margin,
-                scale=endpoint.scale,
-                alpha=pair.plan.alpha_per_look,
-            )
+            found_race = _race(pair, endpoint)
+            if found_race is None:
+                comparison = compare_samples(
+                    ours,
+                    theirs,
+                    margin=endpoint.margin,
+                    scale=endpoint.scale,
+                    alpha=pair.plan.alpha_per_look,
+                    paired=paired,
+                    permutation=True,
+                    direction=endpoint.direction,
+                )
         except NoInference as error:
             no_inference = str(error)
+    lost = [len(pair.experiment.of(n)) - len(pair.arms[n]) for n in pair.names]
     return Measurement(
         endpoint=endpoint,
         candidate=pair.candidate,
@@ -77,4 +105,25 @@ def _measure_endpoint(pair: Pair, endpoint: Endpoint, run_checks: tuple[Check, .
         comparison=comparison,
         no_inference=no_inference,
         checks=checks,
+        used_seeds=used,
+        pairing_note=note,
+        race=found_race,
+        worst_case=None
+        if comparison is None
+        else worst_case(*(list(values[n].values()) for n in pair.names), *lost, endpoint.direction),
     )
+
+
+def _race(pair: Pair, endpoint: Endpoint) -> Race | None:
+    """The log-rank test, where a run of a time to a threshold never reached it. Raises NoInference where none did."""
+    if endpoint.threshold is None:
+        return None
+    arms = [[crossing(endpoint, run) for run in pair.arms[name]] for name in pair.names]
+    if all(run.reached for runs in arms for run in runs):
+        return None
+    if min(map(len, arms)) < 3:
+        raise NoInference("fewer than 3 runs an arm, and not all of them reached the threshold")
+    try:
+        return race(*arms, alpha=pair.plan.alpha_per_look)
+    except ValueError as error:
+        raise NoInference(str(error)) from error

@@ -50,8 +50,16 @@ class Endpoint(Strict):
 
     name: str
     field: str | Rate = Field(description="a metrics.jsonl field, or a rate of several")
-    summary: Literal["at_last_step", "final_window_mean", "total_rate", "auc"]
+    summary: Literal[
+        "at_last_step",
+        "final_window_mean",
+        "total_rate",
+        "auc",
+        "steps_to_threshold",
+        "seconds_to_threshold",
+    ]
     window: int | None = Field(None, gt=0, description="records of final_window_mean")
+    threshold: float | None = Field(None, description="level of the field to reach from below")
     unit: str
     direction: Literal["higher", "lower"] = Field(description="which way is better")
     margin: float = Field(gt=0, description="largest difference that does not matter")
@@ -74,6 +82,14 @@ class Endpoint(Strict):
             raise ValueError(
                 f"endpoint {self.name}: window belongs to final_window_mean and is required there"
             )
+        if self.summary.endswith("_to_threshold") != (self.threshold is not None):
+            raise ValueError(
+                f"endpoint {self.name}: threshold belongs to steps_to_threshold and seconds_to_threshold and is required there"
+            )
+        if self.threshold is not None and self.direction != "lower":
+            raise ValueError(
+                f"endpoint {self.name}: its value is when the threshold is reached, so direction is lower"
+            )
         return self
 
     @property
@@ -87,7 +103,9 @@ class Endpoint(Strict):
     @property
     def kind(self) -> Literal["speed", "learning", "other"]:
         """Speed where a duration enters, learning where reward is measured: other checks guard each."""
-        if any(name.endswith("_s") for name in self.fields):
+        if self.summary == "seconds_to_threshold" or any(
+            name.endswith("_s") for name in self.fields
+        ):
             return "speed"
         rewards = all(name.startswith(("eval_", "reward_")) for name in self.fields)
         return "learning" if rewards else "other"
@@ -95,7 +113,9 @@ class Endpoint(Strict):
     @property
     def includes_waiting(self) -> bool:
         """True where the trainer's wait for generation is part of the measured time."""
-        return any(name in ("wall_s", "t_wait_s") for name in self.fields)
+        return self.summary == "seconds_to_threshold" or any(
+            name in ("wall_s", "t_wait_s") for name in self.fields
+        )
 
 
 class Arm(Strict):
@@ -128,6 +148,9 @@ class ValidityBounds(Strict):
     mismatch_max: float = Field(1e-3, gt=0, description="nats, maximum of the probe")
     mismatch_tokens: int = Field(256, gt=0, description="least tokens of a probe")
     tied_share: float = Field(1e-3, gt=0, description="largest share of router-tied tokens")
+    mismatch_growth: float = Field(
+        10.0, gt=1, description="fold by which the probe's p99 may grow over a run, from its slope"
+    )
     updated_share: float = Field(
         0.5, gt=0, le=1, description="least share of steps with a gradient"
     )
@@ -136,17 +159,21 @@ class ValidityBounds(Strict):
 
 
 class PlannedRun(Strict):
-    """What a run folder is for."""
+    """What a run folder is for: a replicate of an arm, or part of the noise floor, which enters no comparison."""
 
     system: str
     seed: int
     identity: str
+    purpose: Literal["replicate", "control", "repeat"] = Field(
+        "replicate",
+        description="control: learning rate zero; repeat: the same system and seed once more",
+    )
 
 
 class Amendment(Strict):
     """A change of the plan after it was frozen. ``diff`` maps a dotted key to [before, after].
 
-    runs_done: the replicates whose records existed by then, finished or not.
+    runs_done: the runs whose records existed by then, finished or not.
     """
 
     time: datetime
@@ -168,7 +195,11 @@ class Plan(Strict):
     lost_run_rule: LostRunRule = LostRunRule()
     validity: ValidityBounds = ValidityBounds()
     alpha: float = Field(0.05, gt=0, lt=0.5)
-    pairing_unit: str | None = Field(None, description="none: independent runs, Welch's test")
+    pairing_unit: Literal["seed"] | None = Field(
+        None,
+        description="seed: learning endpoints pair by seed, times by the seed's block in time; "
+        "none: independent runs, Welch's test",
+    )
     identities: dict[str, PlannedRun] = Field(
         default_factory=dict, description="run folder name -> what it is for"
     )
@@ -189,14 +220,10 @@ class Plan(Strict):
             raise ValueError(
                 "arms: exactly one needs role: baseline, and at least one role: candidate"
             )
-        if self.pairing_unit is not None:
-            raise ValueError(
-                f"pairing_unit: {self.pairing_unit} would need a paired test, and there is none; "
-                "leave it out: runs are compared as independent"
-            )
         names = {arm.name for arm in self.arms}
         for folder, run in self.identities.items():
-            if run.system not in names or run.seed not in self.seeds:
+            stray = run.purpose == "replicate" and run.seed not in self.seeds
+            if run.system not in names or stray:
                 raise ValueError(
                     f"identities.{folder}: system {run.system}, seed {run.seed} is not in arms x seeds"
                 )
@@ -213,6 +240,17 @@ class Plan(Strict):
     @property
     def candidates(self) -> tuple[str, ...]:
         return tuple(arm.name for arm in self.arms if arm.role == "candidate")
+
+    @property
+    def has_control(self) -> bool:
+        """True where a learning-rate-zero control is planned, without which no equality of learning can be claimed."""
+        return any(run.purpose == "control" for run in self.identities.values())
+
+    @property
+    def seeds_added_late(self) -> tuple[int, ...]:
+        """Seeds that were not in the plan when the first results existed."""
+        late = [a.diff["seeds"] for a in self.amendments if a.runs_done and "seeds" in a.diff]
+        return tuple(seed for seed in self.seeds if any(seed not in before for before, _ in late))
 
     @property
     def looks(self) -> int:
@@ -251,7 +289,7 @@ class Plan(Strict):
 def freeze(plan: Plan, path: str | Path) -> Plan:
     """Write ``plan`` at the first submit; later keep the frozen one, with an amendment where the new one differs.
 
-    Returns the plan that now stands. The folder of ``path`` holds the run folders; the replicates with records are
+    Returns the plan that now stands. The folder of ``path`` holds the run folders; the runs with records are
     named in the amendment, those of an earlier amendment too.
     """
     path = Path(path)
@@ -295,7 +333,11 @@ def _run_of(key: str) -> str | None:
 
 def _chooses_again(amendment: Amendment) -> bool:
     """True where runs were added or replaced with results in sight."""
-    replaced = {_run_of(key) for key in amendment.diff} & set(amendment.runs_done)
+    replaced = {
+        _run_of(key)
+        for key, (before, _) in amendment.diff.items()
+        if not isinstance(before, dict) or before.get("purpose", "replicate") == "replicate"
+    } & set(amendment.runs_done)
     return bool(amendment.runs_done) and ("seeds" in amendment.diff or bool(replaced))
 
 

@@ -30,7 +30,7 @@ SPREAD_LEVEL = 0.8
 def tost_power(
     n: int,
     sd: float,
-    sd_baseline: float,
+    sd_baseline: float | None,
     margin: float,
     *,
     difference: float = 0.0,
@@ -38,9 +38,10 @@ def tost_power(
 ) -> float:
     """Probability that Welch's TOST shows |difference| < margin with ``n`` normal runs a side (Schuirmann 1987).
 
-    All of sd, margin and difference are in one unit (for a ratio endpoint: of the logarithm).
+    All of sd, margin and difference are in one unit (for a ratio endpoint: of the logarithm). ``sd_baseline`` None: sd is
+    that of paired differences, n counts pairs; the same holds for the other functions of power here.
     """
-    standard_error, critical, scale = _welch_grid(n, sd, sd_baseline, 1 - alpha)
+    standard_error, critical, scale = _grid(n, sd, sd_baseline, 1 - alpha)
     half_width = margin - critical * standard_error
     inside = stats.norm.cdf((half_width - difference) / scale) - stats.norm.cdf(
         (-half_width - difference) / scale
@@ -48,11 +49,25 @@ def tost_power(
     return float(np.where(half_width > 0, inside, 0.0).mean())
 
 
+def non_inferiority_power(
+    n: int,
+    sd: float,
+    sd_baseline: float | None,
+    margin: float,
+    *,
+    difference: float = 0.0,
+    alpha: float = 0.05,
+) -> float:
+    """Probability that the one-sided test shows "not worse by more than margin"; ``difference`` > 0 is better."""
+    standard_error, critical, scale = _grid(n, sd, sd_baseline, 1 - alpha)
+    return float(stats.norm.sf((critical * standard_error - margin - difference) / scale).mean())
+
+
 def welch_power(
-    n: int, sd: float, sd_baseline: float, difference: float, *, alpha: float = 0.05
+    n: int, sd: float, sd_baseline: float | None, difference: float, *, alpha: float = 0.05
 ) -> float:
     """Probability that Welch's two-sided test sees a true ``difference`` with ``n`` normal runs a side."""
-    standard_error, critical, scale = _welch_grid(n, sd, sd_baseline, 1 - alpha / 2)
+    standard_error, critical, scale = _grid(n, sd, sd_baseline, 1 - alpha / 2)
     beyond = critical * standard_error
     above = stats.norm.sf((beyond - difference) / scale)
     below = stats.norm.cdf((-beyond - difference) / scale)
@@ -61,7 +76,7 @@ def welch_power(
 
 def runs_for_equivalence(
     sd: float,
-    sd_baseline: float,
+    sd_baseline: float | None,
     margin: float,
     *,
     alpha: float = 0.05,
@@ -71,9 +86,21 @@ def runs_for_equivalence(
     return _least_n(lambda n: tost_power(n, sd, sd_baseline, margin, alpha=alpha), power)
 
 
+def runs_for_non_inferiority(
+    sd: float,
+    sd_baseline: float | None,
+    margin: float,
+    *,
+    alpha: float = 0.05,
+    power: float = TARGET_POWER,
+) -> int | None:
+    """Least runs a side to show non-inferiority with ``power`` where the arms are truly equal; None above 10,000."""
+    return _least_n(lambda n: non_inferiority_power(n, sd, sd_baseline, margin, alpha=alpha), power)
+
+
 def runs_for_difference(
     sd: float,
-    sd_baseline: float,
+    sd_baseline: float | None,
     difference: float,
     *,
     alpha: float = 0.05,
@@ -109,12 +136,20 @@ class NeededRuns:
 
 
 def needed_runs(
-    sd: float, sd_baseline: float, df: float, margin: float, *, alpha: float = 0.05
+    sd: float,
+    sd_baseline: float | None,
+    df: float,
+    margin: float,
+    *,
+    alpha: float = 0.05,
+    one_sided: bool = False,
 ) -> NeededRuns:
     """Runs a side that TOST needs at a true difference of 0, with the chi-square interval of the spread (80 %).
 
-    df: degrees of freedom of the pooled spread, Welch-Satterthwaite's where the spreads differ.
+    df: degrees of freedom of the pooled spread, Welch-Satterthwaite's where the spreads differ. one_sided: for
+    non-inferiority in place of equivalence.
     """
+    count = runs_for_non_inferiority if one_sided else runs_for_equivalence
     tail = (1 - SPREAD_LEVEL) / 2
     factors = (
         math.sqrt(df / stats.chi2.ppf(1 - tail, df)),
@@ -122,7 +157,10 @@ def needed_runs(
         math.sqrt(df / stats.chi2.ppf(tail, df)),
     )
     return NeededRuns(
-        *(runs_for_equivalence(sd * f, sd_baseline * f, margin, alpha=alpha) for f in factors)
+        *(
+            count(sd * f, None if sd_baseline is None else sd_baseline * f, margin, alpha=alpha)
+            for f in factors
+        )
     )
 
 
@@ -179,14 +217,17 @@ def render_power_table(rows: Sequence[PowerRow], unit: str = "run SD", title: st
 
 
 @lru_cache(maxsize=4096)
-def _welch_grid(
-    n: int, sd: float, sd_baseline: float, quantile: float, points: int = 96
+def _grid(
+    n: int, sd: float, sd_baseline: float | None, quantile: float, points: int = 96
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """(standard errors, critical t values) over a grid of both variances' quantiles, and the true standard error."""
+    """(standard errors, critical t values) over a grid of the variances' quantiles, and the true standard error."""
     if n < 2:
         raise ValueError(f"n = {n}: a spread needs two runs")
     levels = (np.arange(points) + 0.5) / points
     factor = stats.chi2.ppf(levels, n - 1) / (n - 1)
+    if sd_baseline is None:
+        error = sd / math.sqrt(n)
+        return error * np.sqrt(factor), stats.t.ppf(quantile, n - 1), error
     first = (sd**2 / n * factor)[:, None]
     second = (sd_baseline**2 / n * factor)[None, :]
     total = first + second

@@ -13,31 +13,45 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from analysis.checks import Check, Effect, Pair
-from analysis.load import steady
+from analysis.load import FINISHED, steady
 from analysis.plan import Endpoint
-from analysis.summaries import SummaryError, initial_value, summarise
+from analysis.summaries import SummaryError, crossing, initial_value, summarise
 
 JUDGING = ("alpha", "exclusion", "validity", "lost_run_rule", "pairing_unit")
 """Keys of the plan that decide a verdict; changed after results, they may have been chosen to please."""
-DECIDING = ("field", "summary", "window", "direction", "alpha")
-"""Changed after results, no verdict stands: an endpoint is another quantity, a level buys a difference as well."""
+ONLY_EQUIVALENCE = ("margin", "ceiling", "non_inferiority")
+"""Of an endpoint's keys those that a claim of difference does not rest on; any other one changed late ends every claim."""
+HARMLESS = ("margin_reason", "unit")
 
 
 def check_endpoint(
     pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]
 ) -> tuple[Check, ...]:
     """The checks that apply to ``endpoint``; ``values`` holds one number a finished run, per arm."""
-    checks = [_resolution(endpoint, values)]
+    checks = [] if _censored(pair, endpoint) else [_resolution(endpoint, values)]
     if any(amendment.runs_done for amendment in pair.plan.amendments):
         checks.append(_declared_first(pair, endpoint))
-    if endpoint.kind == "learning":
-        checks += [_learned(pair, endpoint, values), _headroom(endpoint, values)]
+    if endpoint.kind == "learning" and endpoint.threshold is None:
+        checks += [
+            _learned(pair, endpoint, values),
+            _above_control(pair, endpoint, values),
+            _headroom(endpoint, values),
+        ]
+    if endpoint.threshold is not None:
+        checks.append(_control_stays_below(pair, endpoint))
     if endpoint.kind == "speed":
-        learning = [e for e in pair.plan.primaries if e.kind == "learning"]
+        learning = [e for e in pair.plan.primaries if e.kind == "learning" and e.threshold is None]
         checks += [_learned(pair, e, _values(pair, e)) for e in learning]
     if endpoint.includes_waiting:
         checks.append(_waiting(pair, endpoint))
     return tuple(checks)
+
+
+def _censored(pair: Pair, endpoint: Endpoint) -> bool:
+    """True where a run never reached the endpoint's threshold: its value is where it ended, for ties or not."""
+    if endpoint.threshold is None:
+        return False
+    return not all(crossing(endpoint, run).reached for run in pair.runs)
 
 
 def _values(pair: Pair, endpoint: Endpoint) -> dict[str, list[float]]:
@@ -52,7 +66,11 @@ def _values(pair: Pair, endpoint: Endpoint) -> dict[str, list[float]]:
 
 
 def _declared_first(pair: Pair, endpoint: Endpoint) -> Check:
-    """A margin, a summary or a bound chosen after seeing runs can be chosen to please."""
+    """A margin, a measure or a rule chosen after seeing runs can be chosen to please.
+
+    A rule (which steps count, which runs are valid, when losses refuse, the level) buys a difference as well as an
+    equality, and so does an endpoint that is another quantity: then no verdict stands. A margin buys equality only.
+    """
     own = f"endpoints.{endpoint.name}"
 
     def bears(key: str) -> bool:
@@ -60,21 +78,20 @@ def _declared_first(pair: Pair, endpoint: Endpoint) -> Check:
 
     late = [a for a in pair.plan.amendments if a.runs_done and any(map(bears, a.diff))]
     changed = sorted({key.removeprefix(f"{own}.") for a in late for key in a.diff if bears(key)})
+    changed = [key for key in changed if key not in HARMLESS]
     found = ""
-    if late:
+    if changed:
         found = (
             f"post hoc: {', '.join(changed)} changed after {len(late[0].runs_done)} runs were done"
         )
-    # The key of a field that becomes a rate, or back, goes on: field.numerator.
-    decides = any(key.split(".")[0] in DECIDING for key in changed)
     return Check(
         name=f"{endpoint.name} declared first",
-        passed=not late,
+        passed=not changed,
         values={},
         bound="not amended after the first finished run",
-        why="a margin or a measure chosen after seeing the data proves nothing",
+        why="a margin, a measure or a rule chosen after seeing the data proves nothing",
         found=found,
-        effect="invalid" if decides else "no_equivalence",
+        effect="no_equivalence" if set(changed) <= set(ONLY_EQUIVALENCE) else "invalid",
         endpoints=(endpoint.name,),
     )
 
@@ -132,6 +149,62 @@ def _learned(pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float
             for e in pair.plan.endpoints
             if e.name == endpoint.name or (endpoint.primary and e.kind == "speed")
         ),
+    )
+
+
+def _above_control(pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
+    """Each arm must rise above runs of the same length whose learning rate was zero, by more than the margin."""
+    finished = [run for run in pair.experiment.controls if run.state == FINISHED]
+    sign = 1 if endpoint.direction == "higher" else -1
+    passed, found, shown = None, "", {}
+    bound = f"mean above the learning-rate-zero control by > margin ({endpoint.margin:g})"
+    try:
+        floor = [summarise(endpoint, run, pair.plan.exclusion) for run in finished]
+    except SummaryError as error:
+        floor, found = [], str(error)
+    if not pair.plan.has_control:
+        found = "the plan has no learning-rate-zero control (noise_floor.control)"
+    elif not floor:
+        found = found or "no learning-rate-zero control finished"
+    else:
+        level = float(np.mean(floor))
+        rises = {n: sign * (float(np.mean(v)) - level) for n, v in values.items() if len(v)}
+        least = endpoint.margin * (abs(level) if endpoint.scale == "ratio" else 1.0)
+        stuck = [name for name, rise in rises.items() if not rise > least]
+        passed = not stuck if len(rises) == len(values) else None
+        shown = {name: f"{rise:+.3g} over {level:.3g}" for name, rise in rises.items()}
+        found = f"{' and '.join(stuck)} no more than the margin above it" if stuck else ""
+    return Check(
+        name=f"control of {endpoint.name}",
+        passed=passed,
+        values=shown,
+        bound=bound,
+        why="what a run shows without learning is the floor; equality there says nothing",
+        found=found,
+        effect="no_equivalence",
+        endpoints=(endpoint.name,),
+    )
+
+
+def _control_stays_below(pair: Pair, endpoint: Endpoint) -> Check:
+    """A threshold that a run without learning crosses by chance measures chance."""
+    finished = [run for run in pair.experiment.controls if run.state == FINISHED]
+    try:
+        crossed = [run.folder for run in finished if crossing(endpoint, run).reached]
+        found = f"{', '.join(crossed)} crossed it" if crossed else ""
+    except SummaryError as error:
+        crossed, found = [str(error)], str(error)
+    if not finished:
+        found = "no learning-rate-zero control finished, or none is planned (noise_floor.control)"
+    return Check(
+        name=f"control of {endpoint.name}",
+        passed=not crossed if finished else None,
+        values={},
+        bound="the learning-rate-zero control stays below the threshold",
+        why="a threshold that is crossed without learning measures chance",
+        found=found,
+        effect="no_equivalence",
+        endpoints=(endpoint.name,),
     )
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from analysis.load import RunRecord, steady
 from analysis.plan import STEPS, Endpoint, ExclusionRules, Rate
+from analysis.thresholds import Crossing
 
 
 class SummaryError(ValueError):
@@ -20,6 +21,8 @@ def summarise(endpoint: Endpoint, run: RunRecord, rules: ExclusionRules) -> floa
     """The endpoint's value for a run, in the endpoint's unit. Raises SummaryError where the record lacks a field."""
     if isinstance(endpoint.field, Rate):
         return _total_rate(endpoint, run, rules)
+    if endpoint.threshold is not None:
+        return crossing(endpoint, run).value
     series = curve(endpoint, run)
     if endpoint.summary == "at_last_step":
         last = run.metrics.index[-1]
@@ -38,6 +41,27 @@ def summarise(endpoint: Endpoint, run: RunRecord, rules: ExclusionRules) -> floa
     if span == 0:
         raise SummaryError(f"{run.folder}: {endpoint.field} has one record, an area needs two")
     return float(np.trapezoid(series.to_numpy(), series.index.to_numpy()) / span)
+
+
+def crossing(endpoint: Endpoint, run: RunRecord) -> Crossing:
+    """The first recorded step at which the field is at the threshold or above, or the seconds of wall time up to its end.
+
+    A run that never gets there is censored where it ends. Raises SummaryError where it starts there already.
+    """
+    series = curve(endpoint, run)
+    there = series.index[series >= endpoint.threshold]
+    if len(there) and there[0] == series.index[0]:
+        raise SummaryError(
+            f"{run.folder}: {endpoint.field} is {series.iloc[0]:g} at its first record, the threshold "
+            f"{endpoint.threshold:g} was no way to go"
+        )
+    step = int(there[0] if len(there) else run.metrics.index[-1])
+    if endpoint.summary == "steps_to_threshold":
+        return Crossing(float(step), bool(len(there)))
+    rows = run.training.loc[:step]
+    if "wall_s" not in rows or rows["wall_s"].isna().any():
+        raise SummaryError(f"{run.folder}: wall_s is not recorded at every step up to {step}")
+    return Crossing(float(rows["wall_s"].sum()), bool(len(there)))
 
 
 def curve(endpoint: Endpoint, run: RunRecord) -> pd.Series:

@@ -5,15 +5,19 @@ checks = check_runs(Pair(experiment, "molt"))
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
 from analysis.checks import Check, Finding, Pair, Problem, each_run, pair_check
 from analysis.load import RunRecord
+from analysis.lost import fisher_p, success_rates
 from analysis.matching import MATCHING
 
 LAG_GAP = 0.25
 """Versions by which the arms' mean lag may differ before it is flagged."""
+WORK_GAP = 0.1
+"""Share by which the arms' tokens a step, or answer lengths, may differ before it is flagged."""
 
 
 def check_runs(pair: Pair) -> tuple[Check, ...]:
@@ -24,6 +28,13 @@ def check_runs(pair: Pair) -> tuple[Check, ...]:
 def _need(run: RunRecord, *names: str) -> pd.DataFrame:
     """The run's training rows. Raises Problem where a field was never recorded, or is missing at a step."""
     return _complete(run.training, *names)
+
+
+def _need_any(run: RunRecord, name: str) -> pd.Series:
+    """The recorded values of a field that not every step has. Raises Problem where there is none."""
+    if name not in run.training or run.training[name].isna().all():
+        raise Problem(f"{name} was never recorded")
+    return run.training[name].dropna()
 
 
 def _complete(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
@@ -41,12 +52,12 @@ def _complete(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
     "a mean over survivors flatters the arm that lost its worst runs",
 )
 def accounting(pair: Pair) -> Finding:
-    finished = [len(runs) for runs in pair.arms.values()]
-    planned = [len(pair.experiment.of(name)) for name in pair.names]
-    lost = [p - f for p, f in zip(planned, finished, strict=True)]
-    values = {n: f"{f} of {p} finished" for n, f, p in zip(pair.names, finished, planned)}
+    planned = {name: len(pair.experiment.of(name)) for name in pair.names}
+    finished = {name: len(runs) for name, runs in pair.arms.items()}
+    lost = [planned[name] - finished[name] for name in pair.names]
+    values = {name: f"{finished[name]} of {planned[name]} finished" for name in pair.names}
     rule = pair.plan.lost_run_rule
-    p_value = float(stats.fisher_exact([finished, lost]).pvalue)
+    p_value = fisher_p(list(success_rates(finished, planned).values()))
     problems = [
         f"{name}: {count} runs lost or unfinished"
         for name, count in zip(pair.names, lost)
@@ -54,7 +65,7 @@ def accounting(pair: Pair) -> Finding:
     ]
     if p_value < rule.fisher_p:
         problems.append(f"runs were lost unevenly, Fisher p = {p_value:.3g}")
-    problems += [f"{n}: no finished run" for n, f in zip(pair.names, finished) if f == 0]
+    problems += [f"{name}: no finished run" for name in pair.names if not finished[name]]
     return Finding(not problems, values, "; ".join(problems))
 
 
@@ -179,6 +190,29 @@ def same_distribution(pair: Pair) -> Finding:
 
 
 @pair_check(
+    "steady mismatch",
+    "p99 grows less than {mismatch_growth:g}-fold over a run, by the slope of its logarithm",
+    "a mismatch that grows step by step (weights or caches that drift apart) passes a bound for a while",
+    effect="flag",
+)
+def steady_mismatch(pair: Pair) -> Finding:
+    """Theil and Sen's slope of log p99 over the steps: a few odd probes do not tilt it."""
+
+    def judge(run: RunRecord) -> float:
+        column = _need_any(run, "mismatch_p99")
+        column = column[column > 0]
+        if len(column) < 3 or column.nunique() == 1:
+            return 1.0
+        slope = stats.theilslopes(np.log(column), column.index).slope
+        growth = float(np.exp(slope * (column.index[-1] - column.index[0])))
+        if growth >= pair.plan.validity.mismatch_growth:
+            raise Problem(f"p99 grows {growth:.0f}-fold over the run")
+        return growth
+
+    return each_run(pair, judge, lambda seen: f"{max(seen):.2g}-fold at most")
+
+
+@pair_check(
     "router ties",
     "< {tied_share:.1%} of an arm's probed tokens left out",
     "where two experts score alike rounding chooses; too many such tokens would hide a mismatch",
@@ -258,6 +292,35 @@ def similar_lag(pair: Pair) -> Finding:
     )
 
 
+@pair_check(
+    "similar work",
+    f"tokens a step and response length within {WORK_GAP:.0%}",
+    "a rate rises where answers are longer: what a step consists of must be alike, or read beside it",
+    effect="flag",
+    kinds=("speed",),
+)
+def similar_work(pair: Pair) -> Finding:
+    shown: dict[str, list[str]] = {name: [] for name in pair.names}
+    problems = []
+    for field, text in (("tokens_forward", "tokens a step"), ("response_tokens_mean", "an answer")):
+        means = {
+            name: float(np.mean([run.training[field].mean() for run in runs]))
+            for name, runs in pair.arms.items()
+            if runs and all(field in run.training for run in runs)
+        }
+        if len(means) < 2:
+            continue
+        for name, mean in means.items():
+            shown[name].append(f"{mean:,.4g} {text}")
+        low, high = sorted(means.values())
+        if low <= 0 or high / low > 1 + WORK_GAP:
+            problems.append(f"{text}: {low:,.4g} against {high:,.4g}")
+    values = {name: ", ".join(texts) for name, texts in shown.items() if texts}
+    if not values:
+        return Finding(None, {}, "tokens_forward and response_tokens_mean were never recorded")
+    return Finding(not problems, values, "; ".join(problems))
+
+
 HEALTH = (
     accounting,
     finite_records,
@@ -266,8 +329,10 @@ HEALTH = (
     policy_updated,
     samples_kept,
     same_distribution,
+    steady_mismatch,
     router_ties,
     books_closed,
     lag_bounded,
     similar_lag,
+    similar_work,
 )

@@ -11,29 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from statsmodels.stats.multitest import multipletests
 
 from analysis import wording
 from analysis.checks import Pair
-from analysis.inference import LEAST_RUNS, Comparison, NoInference, compare_samples
+from analysis.inference import LEAST_RUNS, Comparison, Verdict
 from analysis.load import Experiment
 from analysis.measurement import Measurement, measure
 from analysis.plan import Endpoint
-from analysis.power import TARGET_POWER, NeededRuns, needed_runs, tost_power
-
-FEW_RUNS = 5
-SPREAD_RATIO = 4.0
-"""Fewer runs an arm, or spreads further apart, earn a caution beside the verdict."""
-
-
-class Verdict(StrEnum):
-    EQUIVALENT = "EQUIVALENT"
-    NON_INFERIOR = "NON-INFERIOR"
-    DIFFERENT = "DIFFERENT"
-    INCONCLUSIVE = "INCONCLUSIVE"
-    INVALID = "INVALID"
+from analysis.power import NeededRuns, needed_runs
+from analysis.robustness import Omission, cautions, leave_one_out
 
 
 @dataclass(frozen=True)
@@ -56,11 +44,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class EndpointResult:
-    """What may be said about one endpoint of one candidate against the baseline."""
+    """What may be said about one endpoint of one candidate against the baseline.
+
+    omissions: the verdict without each run in turn (unadjusted p).
+    """
 
     measurement: Measurement
     p_holm: float | None
     decision: Decision
+    omissions: tuple[Omission, ...]
     cautions: tuple[str, ...]
     may_write: str
     may_not_write: str
@@ -80,13 +72,13 @@ def decide(
     *,
     p_adjusted: float | None = None,
     caps: Sequence[str] = (),
-    alpha: float = 0.05,
 ) -> Decision:
     """The verdict of valid numbers.
 
     p_adjusted: Holm's p of a primary endpoint, None outside a family. caps: why equivalence may not be claimed
     whatever the interval says.
     """
+    alpha = comparison.alpha
     within = wording.margin(endpoint)
     estimate = wording.effect(endpoint, comparison.estimate)
     p_value = comparison.p_difference if p_adjusted is None else p_adjusted
@@ -107,8 +99,11 @@ def decide(
     if caps:
         return Decision(Verdict.INCONCLUSIVE, "more runs alone do not settle it", tuple(reasons))
     beyond = f"the TOST interval reaches beyond {within}"
-    reasons.append(beyond if only_uncorrected else f"{beyond} and Welch's includes no difference")
-    needed = _needed(comparison, alpha, reasons)
+    if endpoint.non_inferiority:
+        beyond = f"the one-sided interval reaches beyond {within[1:]} on the worse side"
+    same = "the paired one" if comparison.paired else "Welch's"
+    reasons.append(beyond if only_uncorrected else f"{beyond} and {same} includes no difference")
+    needed = _needed(endpoint, comparison, reasons)
     return Decision(Verdict.INCONCLUSIVE, f"needs n = {needed}", tuple(reasons), needed)
 
 
@@ -119,22 +114,20 @@ def judge(experiment: Experiment) -> tuple[EndpointResult, ...]:
     primaries = [m for m in measured if m.endpoint.primary]
     # An endpoint without a usable p-value stays in the family it was declared in, and takes no rejection from it.
     family = [
-        m.comparison.p_difference if m.comparison and not any(c.refuses for c in m.checks) else 1.0
+        1.0 if m.p_difference is None or any(c.refuses for c in m.checks) else m.p_difference
         for m in primaries
     ]
     adjusted = [float(p) for p in multipletests(family, method="holm")[1]]
     holm = {(m.candidate, m.endpoint.name): p for m, p in zip(primaries, adjusted)}
-    return tuple(
-        _conclude(m, holm.get((m.candidate, m.endpoint.name)), plan.alpha_per_look)
-        for m in measured
-    )
+    return tuple(_conclude(m, holm.get((m.candidate, m.endpoint.name))) for m in measured)
 
 
-def _conclude(measured: Measurement, p_holm: float | None, alpha: float) -> EndpointResult:
+def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
     endpoint, comparison = measured.endpoint, measured.comparison
     refusing = [check for check in measured.checks if check.refuses]
     caps = [f"{check.name}: {check.found}" for check in measured.checks if check.caps]
-    cautions: tuple[str, ...] = ()
+    omissions: tuple[Omission, ...] = ()
+    said: tuple[str, ...] = ()
     if refusing:
         more = f" and {len(refusing) - 1} more" if len(refusing) > 1 else ""
         decision = Decision(
@@ -142,9 +135,13 @@ def _conclude(measured: Measurement, p_holm: float | None, alpha: float) -> Endp
             f"{refusing[0].name}{more}",
             tuple(f"{check.name}: {check.found}" for check in refusing),
         )
+    elif measured.race is not None:
+        decision = _decide_race(measured, p_holm)
     elif comparison is not None:
-        decision = decide(endpoint, comparison, p_adjusted=p_holm, caps=caps, alpha=alpha)
-        cautions = _cautions(measured, decision, caps, alpha)
+        decision = decide(endpoint, comparison, p_adjusted=p_holm, caps=caps)
+        whole = decide(endpoint, comparison, caps=caps).verdict
+        omissions = leave_one_out(measured, lambda c: decide(endpoint, c, caps=caps).verdict)
+        said = cautions(measured, omissions, whole)
     elif measured.fewest_runs < LEAST_RUNS and not measured.missing:
         decision = Decision(
             Verdict.INCONCLUSIVE,
@@ -158,16 +155,32 @@ def _conclude(measured: Measurement, p_holm: float | None, alpha: float) -> Endp
         endpoint,
         measured.candidate,
         measured.baseline,
-        comparison,
-        _outlook(decision),
+        measured.race or comparison,
+        _outlook(endpoint, decision),
     )
-    return EndpointResult(measured, p_holm, decision, cautions, may, may_not)
+    return EndpointResult(measured, p_holm, decision, omissions, said, may, may_not)
 
 
-def _outlook(decision: Decision) -> str:
+def _decide_race(measured: Measurement, p_holm: float | None) -> Decision:
+    """Where runs ended before the threshold: the log-rank test sees a difference, nothing sees equivalence."""
+    race = measured.race
+    p_value = race.p_logrank if p_holm is None else p_holm
+    censored = f"{race.text}; a run that did not reach the threshold has no value to average"
+    if p_value < race.alpha:
+        side = "better" if race.candidate_first else "worse"
+        return Decision(Verdict.DIFFERENT, f"{side}, {race.text}", (censored,))
+    return Decision(
+        Verdict.INCONCLUSIVE,
+        "runs did not reach the threshold",
+        (censored, f"log-rank {wording.probability(race.p_logrank)}"),
+    )
+
+
+def _outlook(endpoint: Endpoint, decision: Decision) -> str:
     """Half a sentence: what stands in the way, or how many runs would settle it."""
     if decision.needed is not None:
-        return f"if the arms are truly equal, showing it takes n = {decision.needed}"
+        shown = "non-inferiority" if endpoint.non_inferiority else "it"
+        return f"if the arms are truly equal, showing {shown} takes n = {decision.needed}"
     if decision.verdict == Verdict.INVALID:
         return f"the comparison is invalid ({decision.detail})"
     return "; ".join(decision.reasons)
@@ -180,69 +193,16 @@ def _not_worse(endpoint: Endpoint, comparison: Comparison) -> bool:
     return comparison.tost_high < comparison.bound_high
 
 
-def _needed(comparison: Comparison, alpha: float, reasons: list[str]) -> NeededRuns:
-    """Runs a side for TOST at a true difference of 0; more than there are, since these did not settle it."""
+def _needed(endpoint: Endpoint, comparison: Comparison, reasons: list[str]) -> NeededRuns:
+    """Runs a side for the declared claim at a true difference of 0; more than there are, since these did not settle it."""
     needed = needed_runs(
-        comparison.spread,
-        comparison.spread_baseline,
+        *comparison.tested_spreads,
         comparison.df,
         comparison.tested_margin,
-        alpha=alpha,
+        alpha=comparison.alpha,
+        one_sided=endpoint.non_inferiority,
     )
     have = min(comparison.n, comparison.n_baseline)
     if needed.estimate is not None and needed.estimate <= have:
         reasons.append("the spread is small enough; it is the estimate that lies near the margin")
     return needed.at_least(have + 1)
-
-
-def _cautions(
-    measured: Measurement, decision: Decision, caps: Sequence[str], alpha: float
-) -> tuple[str, ...]:
-    """What a reader must know beside the verdict: few runs, unequal spreads, low power, one run that decides."""
-    comparison = measured.comparison
-    have = min(comparison.n, comparison.n_baseline)
-    cautions = [
-        f"{c.name}: {c.found}" for c in measured.checks if c.passed is False and c.effect == "flag"
-    ]
-    if have < FEW_RUNS:
-        cautions.append(
-            f"n = {have}: an interval from so few runs leans on normality, which cannot be checked"
-        )
-    if comparison.spread_ratio > SPREAD_RATIO:
-        cautions.append(
-            f"the arms' spreads differ {comparison.spread_ratio:.1f}-fold: a finding of its own"
-        )
-    power = tost_power(
-        have, comparison.spread, comparison.spread_baseline, comparison.tested_margin, alpha=alpha
-    )
-    if power < TARGET_POWER:
-        cautions.append(f"power to show equivalence with these spreads and n = {have}: {power:.0%}")
-    cautions += _leave_one_out(measured, decision, caps, alpha)
-    return tuple(cautions)
-
-
-def _leave_one_out(
-    measured: Measurement, decision: Decision, caps: Sequence[str], alpha: float
-) -> list[str]:
-    """Runs without which the verdict would be another one (unadjusted p)."""
-    endpoint = measured.endpoint
-    whole = decide(endpoint, measured.comparison, caps=caps, alpha=alpha).verdict
-    found = []
-    for arm, by_seed in measured.values.items():
-        for seed in by_seed:
-            samples = {name: dict(values) for name, values in measured.values.items()}
-            del samples[arm][seed]
-            try:
-                rest = compare_samples(
-                    list(samples[measured.candidate].values()),
-                    list(samples[measured.baseline].values()),
-                    margin=endpoint.margin,
-                    scale=endpoint.scale,
-                    alpha=alpha,
-                )
-            except NoInference:
-                continue
-            verdict = decide(endpoint, rest, caps=caps, alpha=alpha).verdict
-            if verdict != whole:
-                found.append(f"without {arm} seed {seed} the verdict would be {verdict}")
-    return found

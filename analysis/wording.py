@@ -10,6 +10,7 @@ import re
 
 from analysis.inference import Comparison
 from analysis.plan import Endpoint
+from analysis.thresholds import Race
 
 MINUS = "\u2212"
 
@@ -62,10 +63,10 @@ def evidence(endpoint: Endpoint, comparison: Comparison, equivalence: bool) -> s
     """The numbers a sentence must carry: estimate, interval, test and n."""
     if equivalence:
         low, high, p = comparison.tost_low, comparison.tost_high, comparison.p_equivalence
-        level, test = 2 * comparison.level - 1, "TOST"
+        level, test = 2 * comparison.level - 1, f"{'paired ' * comparison.paired}TOST"
     else:
         low, high, p = comparison.ci_low, comparison.ci_high, comparison.p_difference
-        level, test = comparison.level, "Welch"
+        level, test = comparison.level, comparison.test
     kind = "relative difference" if endpoint.scale == "ratio" else "difference"
     unit = "" if endpoint.scale == "ratio" else f" {endpoint.unit}"
     return (
@@ -75,7 +76,9 @@ def evidence(endpoint: Endpoint, comparison: Comparison, equivalence: bool) -> s
 
 
 def runs(comparison: Comparison) -> str:
-    """ "5 runs an arm", or "4 and 5 runs"."""
+    """ "5 runs an arm", "4 and 5 runs", or "5 pairs"."""
+    if comparison.paired:
+        return f"{comparison.n} pairs"
     if comparison.n == comparison.n_baseline:
         return f"{comparison.n} runs an arm"
     return f"{comparison.n} and {comparison.n_baseline} runs"
@@ -86,11 +89,13 @@ def sentences(
     endpoint: Endpoint,
     candidate: str,
     baseline: str,
-    comparison: Comparison | None,
+    comparison: Comparison | Race | None,
     outlook: str,
 ) -> tuple[str, str]:
     """(may be written, may not be written). ``outlook``: why INVALID, or what would settle INCONCLUSIVE."""
     pair, name = f"{candidate} and {baseline}", endpoint.name
+    if isinstance(comparison, Race) and verdict != "INVALID":
+        return _race_sentences(verdict, endpoint, candidate, baseline, comparison)
     if verdict == "INVALID" or comparison is None:
         return (
             f"The runs support no statement about {name}: {outlook}.",
@@ -119,4 +124,21 @@ def sentences(
     return (
         f"Whether {pair} differ in {name} is open ({evidence(endpoint, comparison, False)}); {outlook}.",
         f"{pair} are comparable, on par, or not significantly different in {name}.",
+    )
+
+
+def _race_sentences(
+    verdict: str, endpoint: Endpoint, candidate: str, baseline: str, found: Race
+) -> tuple[str, str]:
+    """Where some runs never reached the threshold there is no average to write about."""
+    faster = "earlier" if found.candidate_first else "later"
+    counts = f"{found.text}; log-rank {probability(found.p_logrank)}"
+    said = (
+        f"{candidate} reaches {endpoint.threshold:g} of {endpoint.field} {faster} than {baseline} ({counts})."
+        if verdict == "DIFFERENT"
+        else f"Whether {candidate} or {baseline} reaches {endpoint.threshold:g} of {endpoint.field} earlier is open ({counts})."
+    )
+    return (
+        said,
+        f"A mean or a ratio of {endpoint.name}: runs that never reached the threshold have no value.",
     )

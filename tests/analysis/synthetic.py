@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
+INITIAL = 0.42
+"""Accuracy of the initial checkpoint."""
+
 CONFORMANCE = {
     "passed": True,
     "logprob_difference": 3.1e-6,
@@ -123,12 +126,17 @@ def write_experiment(
     absent: tuple[tuple[str, int], ...] = (),
     edit_run: EditRun | None = None,
     edit_record: EditRecord | None = None,
+    hosts: Callable[[str, int], str] = lambda system, seed: f"node-{seed % 2}",
+    controls: int = 1,
+    repeats: int = 0,
+    pairing_unit: str | None = None,
     random_seed: int = 7,
 ) -> Path:
     """Write ``root/moe_vl/tiny`` with a frozen plan and its runs; returns that folder.
 
+    controls: runs of the baseline with learning rate zero. repeats: further runs of each arm with the first seed.
     lost: (system, seed) -> reason, for runs that died half-way. edit_run and edit_record change run.json and each record
-    in place: planted faults.
+    in place: planted faults. hosts: (system, seed) -> the node of a run.
     """
     arms = arms or {"molt": MOLT, "megatron": MEGATRON}
     folder = root / "moe_vl" / "tiny"
@@ -140,6 +148,7 @@ def write_experiment(
         for seed in seeds
         for name in arms
     }
+    identities |= _noise_floor(arms, seeds[0], controls, repeats)
     plan = Plan(
         experiment="moe_vl",
         question="Does an FSDP2 trainer learn as well as Megatron-Core from the same rollouts, and as fast?",
@@ -149,25 +158,55 @@ def write_experiment(
         seeds=seeds,
         identities=identities,
         order=tuple(identities),
+        pairing_unit=pairing_unit,
     )
     freeze(plan, folder / "plan.json")
     start = 1.79e9
     for name, run in identities.items():
         key = (run.system, run.seed)
         truth = arms[run.system]
+        if run.purpose == "control":
+            truth = replace(truth, accuracy=INITIAL, accuracy_sd=0.01)
         records = simulate(truth, run.seed, steps, start, random)
         start = records[-1]["time_unix"] + 20
         if key in absent:
             continue
         facts = run_facts(run, truth, steps)
+        if run.purpose == "control":
+            facts["config"]["optimizer"]["lr"] = 0.0
         if edit_run:
             edit_run(run.system, run.seed, facts)
         reason = (lost or {}).get(key)
         for record in records:
             if edit_record:
                 edit_record(run.system, run.seed, record)
-        write_run(folder / name, facts, records[: steps // 2] if reason else records, reason)
+        kept = records[: steps // 2] if reason else records
+        write_run(folder / name, facts, kept, reason, host=hosts(run.system, run.seed))
     return folder
+
+
+def _noise_floor(
+    arms: Mapping[str, Truth], seed: int, controls: int, repeats: int
+) -> dict[str, PlannedRun]:
+    baseline = next(name for name, truth in arms.items() if truth.role == "baseline")
+    runs = {
+        f"{baseline}-control-s{number}": PlannedRun(
+            system=baseline,
+            seed=number,
+            identity=identity(f"control {baseline}", number),
+            purpose="control",
+        )
+        for number in range(controls)
+    }
+    for name in arms:
+        for number in range(1, repeats + 1):
+            runs[f"{name}-repeat{number}-s{seed}"] = PlannedRun(
+                system=name,
+                seed=seed,
+                identity=identity(f"repeat {number} {name}", seed),
+                purpose="repeat",
+            )
+    return runs
 
 
 def identity(system: str, seed: int) -> str:
@@ -201,7 +240,7 @@ def simulate(
     """The records of one run: step 0 is the evaluation of the initial checkpoint."""
     final = random.normal(truth.accuracy, truth.accuracy_sd)
     pace = truth.step_s * math.exp(random.normal(0, truth.step_log_sd))
-    initial, clock = 0.42, start
+    initial, clock = INITIAL, start
     records: list[dict[str, Any]] = [
         {
             "step": 0,
@@ -275,14 +314,21 @@ def simulate(
 
 
 def write_run(
-    folder: Path, facts: Mapping[str, Any], records: list[dict[str, Any]], reason: str | None
+    folder: Path,
+    facts: Mapping[str, Any],
+    records: list[dict[str, Any]],
+    reason: str | None,
+    host: str,
 ) -> None:
     attempt = folder / "attempts" / "01"
     attempt.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(facts))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (folder / "heartbeat.json").write_text(json.dumps({"phase": "train", "step": len(records) - 1}))
-    (attempt / "end.json").write_text(json.dumps({"reason": reason or "finished"}))
+    times = [record["time_unix"] for record in records]
+    (attempt / "start.json").write_text(json.dumps({"time": times[0] - 8, "host": host}))
+    end = {"reason": reason or "finished", "state": "FAILED" if reason else "DONE"}
+    (attempt / "end.json").write_text(json.dumps({**end, "ended": times[-1] + 2}))
     if reason is None:
         (folder / "done.json").write_text(json.dumps({"step": records[-1]["step"]}))
 
@@ -290,6 +336,10 @@ def write_run(
 if __name__ == "__main__":
     print(
         write_experiment(
-            Path(sys.argv[1]), lost={("molt", 3): "out of memory in backward, step 31"}, steps=150
+            Path(sys.argv[1]),
+            lost={("molt", 3): "out of memory in backward, step 31"},
+            steps=150,
+            controls=2,
+            repeats=2,
         )
     )

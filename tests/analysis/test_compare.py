@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -10,8 +11,11 @@ import pytest
 
 import analysis
 from analysis.compare import main
-from analysis.inference import NoInference
 
+SLEEP = (
+    [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0],
+    [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4],
+)
 PUBLISHED = [
     "--summary",
     "molt:119.4,2.3,3",
@@ -137,9 +141,82 @@ def test_from_python_the_module_is_the_function():
         [1.0, 1.1, 1.2], [1.0, 1.05, 1.1], margin=0.1, scale="ratio", level=0.9
     )
     assert comparison.level == pytest.approx(0.9)
-    assert str(comparison).startswith("ratio 1.046, 90% CI")
-    with pytest.raises(NoInference):
-        analysis.compare([1.0, 2.0], [1.0, 2.0], margin=0.1)
+    assert str(comparison).startswith("INCONCLUSIVE: ratio 1.046, 90% CI [0.9094, 1.202], n = 3")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict", "why"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], "INCONCLUSIVE", "n = 2"),
+        ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], "INVALID", "all 3 values are 1"),
+        ([1.0, math.nan, 2.0], [1.0, 2.0, 3.0], "INVALID", "not finite"),
+        ([1.0, math.inf, 2.0], [1.0, 2.0, 3.0], "INVALID", "not finite"),
+    ],
+)
+def test_from_python_numbers_without_inference_get_a_verdict_and_a_reason(a, b, verdict, why):
+    comparison = analysis.compare(a, b, margin=0.1)
+    assert comparison.verdict == verdict and why in comparison.reasons[0]
+    assert math.isnan(comparison.estimate) and why in str(comparison)
+
+
+def test_from_python_a_direction_makes_better_or_worse():
+    fast, slow = [1.0, 1.1, 0.9, 1.05], [2.0, 2.1, 1.9, 2.05]
+    assert "DIFFERENT (better)" in str(analysis.compare(fast, slow, margin=0.1, direction="lower"))
+    assert "DIFFERENT (lower)" in str(analysis.compare(fast, slow, margin=0.1))
+
+
+@pytest.mark.parametrize(
+    "options", [{"level": 95}, {"scale": "log"}, {"direction": "up"}, {"margin": 0}]
+)
+def test_from_python_a_wrong_option_is_named(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        analysis.compare([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], **{"margin": 0.1, **options})
+
+
+def test_from_python_pairs_of_the_sleep_data():
+    """Student 1908: R's paired t.test gives t = -4.0621, df = 9, p = 0.002833, 95 % CI [-2.4598858, -0.7001142]."""
+    comparison = analysis.compare(SLEEP[0], SLEEP[1], margin=1.0, paired=True)
+    assert (comparison.t, comparison.df) == (pytest.approx(-4.0621, abs=5e-5), 9)
+    assert comparison.p_difference == pytest.approx(0.002833, abs=5e-7)
+    assert (comparison.ci_low, comparison.ci_high) == pytest.approx(
+        (-2.4598858, -0.7001142), abs=1e-6
+    )
+    assert comparison.correlation == pytest.approx(0.7952, abs=5e-5)
+
+
+def test_a_table_is_paired_by_a_column_whatever_the_order_of_its_rows(tmp_path, capsys):
+    rows = "a,2,3.0\nb,0,0.5\na,0,1.0\nb,1,1.4\na,1,2.0\nb,2,2.6\n"
+    path = write_table(tmp_path, rows)
+    (record,) = records(capsys, path, "--baseline", "b", "--margin", "1", "--pair-by", "seed")
+    assert record["paired"] and record["estimate"] == pytest.approx(0.5)
+    # differences 0.5, 0.6, 0.4: standard error 0.1 / sqrt(3)
+    assert record["t"] == pytest.approx(0.5 / (0.1 / 3**0.5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("a,0,1\na,1,2\na,2,3\nb,0,1\nb,1,3\n", "seed 2 is not in every arm"),
+        ("a,0,1\na,0,2\na,2,3\nb,0,1\nb,2,3\n", "a has several rows with seed 0"),
+    ],
+)
+def test_pairs_that_are_none_are_one_clear_line(tmp_path, capsys, rows, message):
+    path = write_table(tmp_path, rows)
+    assert main([path, "--baseline", "b", "--margin", "1", "--pair-by", "seed"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, capsys):
+    rows = "[/]x,0,1\n[/]x,1,2\n[/]x,2,4\nb,0,1\nb,1,2\nb,2,3\n"
+    assert main([write_table(tmp_path, rows), "--baseline", "b", "--margin", "1"]) == 0
+    assert "[/]x against b" in capsys.readouterr().out
+
+
+def test_a_json_object_of_arms_is_a_table(tmp_path, capsys):
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"a": [1.0, 1.2, 1.1], "b": [1.0, 1.1, 1.3]}))
+    (record,) = records(capsys, str(path), "--baseline", "b", "--margin", "1")
+    assert record["n"] == 3 and record["mean"] == pytest.approx(1.1)
 
 
 def test_reading_a_plan_does_not_load_the_statistics():

@@ -124,7 +124,7 @@ def test_another_schema_is_refused(tmp_path):
     [
         ({"endpoints": (ACCURACY.model_copy(update={"primary": False}),)}, "must be primary"),
         ({"arms": (Arm(name="a", role="candidate"), Arm(name="b", role="candidate"))}, "baseline"),
-        ({"pairing_unit": "seed"}, "pairing_unit: seed would need a paired test"),
+        ({"pairing_unit": "node"}, "pairing_unit"),
         ({"seeds": (0, 0)}, "seeds: 0 appears more than once"),
         ({"endpoints": (ACCURACY, ACCURACY)}, "accuracy appears more than once"),
         (
@@ -146,6 +146,8 @@ def test_an_incomplete_plan_is_refused_with_its_key(changes, message):
         ({"margin": 0}, "greater than 0"),
         ({"margin_reason": ""}, "at least 1 character"),
         ({"margn": 1}, "Extra inputs"),
+        ({"summary": "steps_to_threshold", "direction": "lower"}, "threshold belongs to"),
+        ({"summary": "seconds_to_threshold", "threshold": 0.8}, "direction is lower"),
     ],
 )
 def test_an_endpoint_that_cannot_be_computed_is_refused(changes, message):

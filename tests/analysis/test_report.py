@@ -112,7 +112,7 @@ def test_an_amendment_is_shown_with_what_was_done_by_then(tmp_path):
     )
     write_report(folder)
     page = (folder / "report" / "report.html").read_text()
-    assert "with 10 runs done" in page and "0.03 → 0.05" in page
+    assert "with 11 runs done" in page and "0.03 → 0.05" in page
 
 
 def test_nothing_finished_yet_is_a_report_too(tmp_path):

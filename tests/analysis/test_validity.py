@@ -60,7 +60,13 @@ FAULTS = {
     ),
     "policy updated": (set_field("grad_norm", 0.0, step=1), "grad_norm > 0 in 0% of the steps"),
     "samples kept": (set_field("kept_fraction", 0.01, step=1), "keeps 1.0% of its samples"),
-    "same distribution": (set_field("mismatch_p99", 2e-5), "mismatch_p99 2e-5 at step 12"),
+    "same distribution": (set_field("mismatch_p99", 2e-5, step=1), "mismatch_p99 2e-5 at step 1"),
+    "steady mismatch": (
+        set_field("mismatch_p99", lambda record: 1e-7 * 1.25 ** record["step"], step=1),
+        "p99 grows 69-fold over the run",  # 1.25 ** 19
+    ),
+    "similar work": (set_field("tokens_forward", 6000, step=1), "tokens a step: 3,200 against 4,133"),
+    "same nodes": ({"hosts": lambda system, seed: system}, "the arms never ran on one node"),
     "books closed": (
         set_field("tokens_trained", lambda record: record["tokens_trained"] - 3),
         "3 tokens unaccounted for at step 12",

@@ -122,6 +122,39 @@ def test_an_experiment_finds_what_is_true(sound):
     assert "molt is better than megatron" in verdicts[TRAINER_TIME.name].may_write
 
 
+def test_a_claim_of_non_inferiority_is_told_what_non_inferiority_takes():
+    """Normal quantiles, one-sided: n = 2 ((1.645 + 0.842) / m)^2 for a margin of m SDs is 49.5 at 0.5; TOST needs 69."""
+    margin = {"margin": 0.5 * 4.4721, "non_inferiority": True}
+    comparison = compare_samples(
+        stand_in_sample(-1.0, 4.4721, 10), stand_in_sample(0.0, 4.4721, 10), margin=margin["margin"]
+    )
+    one_sided = decide(endpoint(**margin), comparison)
+    two_sided = decide(endpoint(margin=margin["margin"]), comparison)
+    assert one_sided.verdict == two_sided.verdict == Verdict.INCONCLUSIVE
+    assert one_sided.needed.estimate == pytest.approx(50, abs=1)
+    assert two_sided.needed.estimate == pytest.approx(69, abs=1)
+    assert "one-sided" in one_sided.reasons[0]
+
+
+def test_without_a_control_no_equality_of_learning_is_claimed(tmp_path):
+    folder = write_experiment(tmp_path, steps=20, endpoints=(ACCURACY,), controls=0)
+    (result,) = judge(load_experiment(folder))
+    assert result.comparison.p_equivalence < 0.05
+    assert result.decision.verdict == Verdict.INCONCLUSIVE
+    assert "no learning-rate-zero control" in result.decision.reasons[0]
+
+
+def test_a_control_that_learns_as_much_bars_equality(tmp_path):
+    def lucky(system, seed, record):
+        if system == "megatron" and "eval_reward_mean" in record and record["step"]:
+            record["eval_reward_mean"] = 0.88 + 0.001 * seed
+
+    folder = write_experiment(tmp_path, steps=20, endpoints=(ACCURACY,), edit_record=lucky)
+    (result,) = judge(load_experiment(folder))
+    assert result.decision.verdict != Verdict.EQUIVALENT
+    assert any("no more than the margin above it" in r for r in result.decision.reasons)
+
+
 def test_two_runs_an_arm_get_no_interval(tmp_path):
     for result in judge(load_experiment(write_experiment(tmp_path, seeds=(0, 1), steps=20))):
         assert result.comparison is None
@@ -141,7 +174,7 @@ def test_a_margin_changed_after_the_first_result_bars_equivalence(tmp_path):
     (result,) = judge(load_experiment(folder))
     assert result.comparison.p_equivalence < 0.05
     assert result.decision.verdict == Verdict.INCONCLUSIVE
-    assert "changed after 10 runs were done" in result.decision.reasons[0]
+    assert "changed after 11 runs were done" in result.decision.reasons[0]
 
 
 def amended(tmp_path, **changes):
@@ -156,15 +189,22 @@ def amended(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("pairing_unit", "seed"),
         ("exclusion", ExclusionRules(warmup_steps=3)),
         ("validity", ValidityBounds(kept_fraction=0.1)),
         ("lost_run_rule", LostRunRule(max_lost=2)),
     ],
 )
-def test_a_rule_changed_after_the_first_result_bars_equivalence(tmp_path, key, value):
+def test_a_rule_changed_after_the_first_result_buys_neither_verdict(tmp_path, key, value):
+    """Which steps count and when losses refuse make a difference as easily as an equality."""
     decision = amended(tmp_path, **{key: value})
-    assert decision.verdict == Verdict.INCONCLUSIVE
+    assert decision.verdict == Verdict.INVALID
     assert f"post hoc: {key}" in decision.reasons[0]
+
+
+def test_a_reworded_reason_changes_nothing(tmp_path):
+    reworded = ACCURACY.model_copy(update={"margin_reason": "said better"})
+    assert amended(tmp_path, endpoints=(reworded,)).verdict == Verdict.EQUIVALENT
 
 
 @pytest.mark.parametrize(
