@@ -25,7 +25,8 @@ from harness.run_folder import (
     run_folders,
     scale_folders,
 )
-from harness.slurm import SlurmError, cancel_jobs
+from harness.scheduler import SlurmError
+from harness.slurm import cancel_jobs
 from harness.status import is_asked_for, queue_lock
 
 WAIT_S = 30.0

@@ -116,6 +116,13 @@ def dry_run(
     console.print("Dry run: nothing was started and nothing was written.")
 
 
+def scripts(console: Console, texts: Sequence[tuple[str, str]]) -> None:
+    """What sbatch would be given."""
+    for name, text in texts:
+        console.rule(f"sbatch: {name}", align="left")
+        console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
 def submitted(
     console: Console,
     expansion: Expansion,

@@ -1,139 +1,156 @@
-"""Submit runs to Slurm through submitit: one job array for each kind of run and shape of resources, with the arms interleaved.
+"""Send runs to Slurm through submitit, find them again, stop them.
 
-The task of an array is one run. It starts ``python -m harness.job``, which does on a node what it does on a laptop. What every
-task needs is a dependency of Slurm's (afterok; a job whose dependency failed is cancelled instead of waiting for ever); what
-some need is waited for (afterany), and a task whose own need then failed is BLOCKED by its job, alone.
-Job ids are kept in ``slurm.json``, so that a second submit leaves queued and running jobs alone.
+A task of an array is one run. submitit starts ``work_run`` on a node, which turns into ``python -m harness.job``: the same job
+that a laptop runs. What must be done first is a dependency of Slurm's (afterok; a job whose dependency failed is cancelled
+instead of waiting for ever). Job ids are kept in ``slurm.json``, so that a second submit leaves live jobs alone.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import subprocess
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from harness.cluster import Cluster
 from harness.expand import Expansion, Run
 from harness.processes import own_environment
 from harness.run_folder import RunFolder, read_json, write_json
-from harness.spec import Resources
+from harness.sbatch import Array, arrays, job_name, script
+from harness.scheduler import (
+    Job,
+    SlurmError,
+    ask_slurm,
+    configuration,
+    forget,
+    look_up,
+    outside_an_allocation,
+    queued,
+)
 
-REFRESH_S = 20.0
-"""A scheduler is asked no more often than this, however often one looks."""
-_asked: dict[str, tuple[float, set[str]]] = {}
-
-
-class SlurmError(RuntimeError):
-    """A command of Slurm failed; the message is Slurm's."""
-
-
-@dataclass(frozen=True)
-class Array:
-    """Runs that are submitted together: of one kind, with equal resources."""
-
-    runs: tuple[Run, ...]
-    resources: Resources
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """What any of the runs needs."""
-        return tuple(dict.fromkeys(need for run in self.runs for need in run.needs))
-
-    def all_need(self, name: str) -> bool:
-        return all(name in run.needs for run in self.runs)
+TRIES, PAUSE_S = 3, 5.0
+"""How often an sbatch that timed out is tried, and the first pause, which doubles."""
+BUSY = ("timed out", "unable to contact", "temporarily unavailable", "communication")
+"""Words of a controller that has too much to do: what was sent may have arrived, or may arrive the next time."""
 
 
-def arrays(runs: Iterable[Run]) -> list[Array]:
-    """Runs of one kind and equal resources together, in the order given: what is needed comes before what needs it."""
-    grouped: dict[tuple, list[Run]] = {}
-    for run in runs:
-        grouped.setdefault((run.kind, run.resources), []).append(run)
-    return [Array(tuple(group), resources) for (_, resources), group in grouped.items()]
+def planned_arrays(expansion: Expansion, names: Iterable[str], cluster: Cluster) -> list[Array]:
+    """The arrays that ``names`` become here. Raises SlurmError where the controller does not answer."""
+    chosen = set(names)
+    known = configuration() if shutil.which("scontrol") else {}  # a dry run elsewhere
+    size = int(known.get("MaxArraySize", "1001"))
+    return arrays((run for run in expansion.runs if run.name in chosen), cluster, size)
 
 
-def parameters(array: Array, name: str, ids: Mapping[str, str]) -> dict[str, Any]:
-    """submitit's parameters of an array; ``ids``: jobs of the runs that it waits for.
-
-    The batch script runs on the first node alone (no srun): a run starts its own processes on the others.
-    """
-    resources = array.resources
-    minutes = -(-resources.time_limit_s // 60)
-    chosen: dict[str, Any] = {
-        "job_name": name,
-        "nodes": resources.nodes,
-        "ntasks_per_node": 1,
-        "cpus_per_task": resources.cpus_per_node,
-        "time": minutes,
-        "use_srun": False,
-        "stderr_to_stdout": True,
-    }
-    if resources.device == "cuda":
-        chosen |= {"gpus_per_node": resources.devices_per_node, "exclusive": True}
-    if ids:
-        succeed = [job for run, job in ids.items() if array.all_need(run)]
-        end = [job for run, job in ids.items() if not array.all_need(run)]
-        asked = [":".join(["afterok", *succeed])] * bool(succeed)
-        asked += [":".join(["afterany", *end])] * bool(end)
-        chosen["dependency"] = ",".join(asked)
-        chosen["additional_parameters"] = {"kill-on-invalid-dep": "yes"}
-    return chosen
+def scripts(expansion: Expansion, names: Iterable[str], cluster: Cluster) -> list[tuple[str, str]]:
+    """(job name, batch script) of each array as it would be sent; jobs to come stand as ``<their name>``."""
+    folder = expansion.folder.resolve()
+    ids, found = job_ids(folder), []
+    for array in planned_arrays(expansion, names, cluster):
+        name = job_name(array, folder, ids)
+        found.append((name, _script(array, cluster, name, ids, folder)))
+        ids |= {run.name: f"<{run.name}>" for run in array.runs}
+    return found
 
 
-def submit_arrays(expansion: Expansion, names: list[str]) -> dict[str, str]:
+def submit_arrays(expansion: Expansion, names: Iterable[str], cluster: Cluster) -> dict[str, str]:
     """Submit ``names``, which are not live; returns run name -> job id and keeps it in slurm.json.
 
     Raises SlurmError where sbatch refuses; the arrays before it stay submitted, and the next submit goes on.
     """
-    import submitit
-
     folder = expansion.folder.resolve()
     ids = job_ids(folder)
-    for array in arrays(run for run in expansion.runs if run.name in names):
-        pending = [need for need in array.needs if RunFolder(folder / need).done is None]
-        if absent := [need for need in pending if need not in ids]:
-            raise SlurmError(
-                f"{absent[0]} is needed first and is neither done nor with Slurm; submit with --retry, or let the queue that "
-                "works it end"
-            )
-        name = f"{expansion.experiment.name}-{expansion.scale.name}-{array.runs[0].kind}"
-        executor = submitit.SlurmExecutor(folder=folder / "slurm", python=sys.executable)
-        executor.update_parameters(**parameters(array, name, {n: ids[n] for n in pending}))
-        with outside_an_allocation():
-            try:
-                jobs = executor.map_array(work_run, [str(folder / run.name) for run in array.runs])
-            except submitit.core.utils.FailedJobError as error:
-                raise SlurmError(f"sbatch: {str(error).strip()}") from error
-        ids |= {run.name: job.job_id for run, job in zip(array.runs, jobs)}
-        write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
+    with outside_an_allocation():
+        for array in planned_arrays(expansion, names, cluster):
+            name = job_name(array, folder, ids)
+            text = _script(array, cluster, name, ids, folder)
+            job_id = send(text, name, [folder / run.name for run in array.runs], folder / "slurm")
+            ids |= {run.name: f"{job_id}_{task}" for task, run in enumerate(array.runs)}
+            write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
+    forget()
     return ids
 
 
-@contextmanager
-def outside_an_allocation() -> Iterator[None]:
-    """No variable of an allocation that this may run in, but the one that says where the cluster's configuration is."""
-    from submitit.helpers import clean_env
+def _script(array: Array, cluster: Cluster, name: str, ids: dict[str, str], folder: Path) -> str:
+    pending = [need for need in array.needs if RunFolder(folder / need).done is None]
+    return script(array, cluster, name, {need: ids[need] for need in pending}, folder / "slurm")
 
-    where = os.environ.get("SLURM_CONF")
-    with clean_env():
-        if where is not None:
-            os.environ["SLURM_CONF"] = where
-        yield
+
+def send(text: str, name: str, run_dirs: Sequence[Path], logs: Path) -> str:
+    """sbatch ``text``, and lay down what its tasks will find; returns the job id. Raises SlurmError.
+
+    submitit's protocol: a task unpickles a call and makes it. The pickles are written first and moved to the job's id
+    afterwards (a task that is faster waits for its own), so nothing is in the queue that has nothing to do.
+    """
+    from submitit.core.utils import DelayedSubmission, JobPaths
+
+    logs.mkdir(parents=True, exist_ok=True)
+    calls = [logs / f"{uuid.uuid4().hex}.pkl" for _ in run_dirs]
+    for call, run_dir in zip(calls, run_dirs):
+        DelayedSubmission(work_run, str(run_dir)).dump(call)
+    try:
+        job_id = _sbatch(text, name)
+    except SlurmError:
+        for call in calls:
+            call.unlink()
+        raise
+    for task, call in enumerate(calls):
+        JobPaths(logs, job_id=f"{job_id}_{task}").move_temporary_file(call, "submitted_pickle")
+    (logs / f"{job_id}.sh").write_text(text)
+    return job_id
+
+
+def _sbatch(text: str, name: str) -> str:
+    """The id of the one job of that name, however often it takes. Raises SlurmError."""
+    pause, last = PAUSE_S, None
+    if found := _named(name, fresh=False, living=True):
+        return found  # of a submit that was interrupted between sbatch and its note of the id
+    for _ in range(TRIES):
+        try:
+            return ask_slurm("sbatch", "--parsable", input=text).strip().partition(";")[0]
+        except SlurmError as error:
+            if not any(word in str(error).lower() for word in BUSY):
+                raise
+            last = error
+        time.sleep(pause)
+        pause *= 2
+        if found := _named(name, fresh=True):  # it had arrived after all
+            return found
+    raise SlurmError(f"{last}; tried {TRIES} times. Nothing of {name} is queued; submit again")
+
+
+def _named(name: str, fresh: bool, living: bool = False) -> str | None:
+    """The array of that name. Raises SlurmError: where nobody answers, sending again could send twice."""
+    found = {
+        job_id.partition("_")[0]
+        for job_id, job in queued(fresh).items()
+        if job.name == name and (job.lives or not living)
+    }
+    return min(found, default=None)
+
+
+def hopeless(expansion: Expansion, names: Iterable[str], alive: set[str]) -> dict[str, str]:
+    """Of ``names``, which are to be sent: name -> the run it needs that is neither done, nor live, nor sent too."""
+    coming, found = {*names, *alive}, {}
+    for run in expansion.runs:
+        lacking = [
+            need
+            for need in run.needs
+            if need not in coming and RunFolder(expansion.folder / need).done is None
+        ]
+        if run.name in names and lacking:
+            found[run.name] = lacking[0]
+            coming.discard(run.name)
+    return found
 
 
 def work_run(run_dir: str) -> None:
-    """One task of an array, on its first node. Raises where the run is not done, so that Slurm calls the job failed."""
-    job = [sys.executable, "-m", "harness.job", run_dir]
-    code = subprocess.run(job, env=own_environment()).returncode
-    if code != 0:
-        raise RuntimeError(
-            f"{Path(run_dir).name} is not done (exit code {code}); see its attempts/"
-        )
+    """One task of an array, on its first node: this process becomes the run's job, and gets Slurm's signals."""
+    arguments = [sys.executable, "-m", "harness.job", run_dir]
+    os.execve(sys.executable, arguments, own_environment())
 
 
 def job_ids(scale_folder: Path) -> dict[str, str]:
@@ -141,23 +158,16 @@ def job_ids(scale_folder: Path) -> dict[str, str]:
     return read_json(scale_folder / "slurm.json") or {}
 
 
-def live(scale_folder: Path, fresh: bool = False) -> set[str]:
-    """Names of runs whose job Slurm still has (pending, running, ...). Raises SlurmError, and then nothing is known.
-
-    One squeue for all jobs, asked again after REFRESH_S at the earliest unless ``fresh``.
-    """
+def jobs(scale_folder: Path, fresh: bool = False) -> dict[str, Job]:
+    """Run name -> its job, for runs whose job Slurm knows. Raises SlurmError, and then nothing is known."""
     ids = job_ids(scale_folder)
-    if not ids:
-        return set()
-    asked_at, known = _asked.get("squeue", (-math.inf, set()))
-    if fresh or time.monotonic() - asked_at > REFRESH_S:
-        command = ["squeue", "--me", "--array", "--noheader", "--format=%i"]
-        listed = subprocess.run(command, capture_output=True, text=True)
-        if listed.returncode != 0:
-            raise SlurmError(f"squeue: {listed.stderr.strip()}")
-        known = set(listed.stdout.split())
-        _asked["squeue"] = (time.monotonic(), known)
-    return {name for name, job_id in ids.items() if job_id in known}
+    known = look_up(ids.values(), fresh)
+    return {name: known[job_id] for name, job_id in ids.items() if job_id in known}
+
+
+def live(scale_folder: Path, fresh: bool = False) -> set[str]:
+    """Names of runs whose job waits or works. Raises SlurmError."""
+    return {name for name, job in jobs(scale_folder, fresh).items() if job.lives}
 
 
 def cancel_jobs(scale_folder: Path, names: Iterable[str]) -> list[str]:
@@ -165,8 +175,37 @@ def cancel_jobs(scale_folder: Path, names: Iterable[str]) -> list[str]:
     ids, alive = job_ids(scale_folder), live(scale_folder, fresh=True)
     stopped = [name for name in names if name in alive]
     if stopped:
-        command = ["scancel", *(ids[name] for name in stopped)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SlurmError(f"scancel: {done.stderr.strip()}")
+        ask_slurm("scancel", *(ids[name] for name in stopped))
+        forget()
     return stopped
+
+
+def refusal(text: str) -> str:
+    """What Slurm says to a script without queueing it: "" where it would take it, else why not."""
+    kept = (line for line in text.splitlines() if not line.startswith("#SBATCH --dependency"))
+    try:
+        with outside_an_allocation():
+            ask_slurm("sbatch", "--test-only", input="\n".join(kept) + "\n")
+    except SlurmError as error:
+        return str(error)
+    return ""
+
+
+def refusals(expansion: Expansion, runs: Sequence[Run], cluster: Cluster) -> list[str]:
+    """What Slurm would refuse of ``runs``: partition, account, quality of service, more than a node has."""
+    found: dict[str, str] = {}
+    for _, text in scripts(expansion, [run.name for run in runs], cluster):
+        if (said := refusal(text)) and said not in found:
+            found[said] = ", ".join(
+                line.removeprefix("#SBATCH --") for line in text.splitlines() if _matters(line)
+            )
+    return [
+        f"{said}. Asked was {asked}; mend the cluster's profile or the scale's resources"
+        for said, asked in found.items()
+    ]
+
+
+def _matters(line: str) -> bool:
+    """A directive that says where, or how much."""
+    beside = ("job-name", "output", "open-mode", "signal", "wckey", "requeue", "dependency", "kill")
+    return line.startswith("#SBATCH --") and not line[10:].startswith(beside)

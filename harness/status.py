@@ -24,7 +24,8 @@ from harness.run_folder import (
     scale_folders,
     tail_records,
 )
-from harness.slurm import SlurmError, live
+from harness.scheduler import SlurmError
+from harness.slurm import live
 
 RATE_WINDOW = 20
 """Steps over which the time left is estimated."""

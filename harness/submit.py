@@ -18,6 +18,7 @@ from rich.console import Console
 
 from analysis.plan import Plan, PlanError, freeze
 from harness import fingerprints, preflight, show
+from harness.cluster import Cluster, choose_cluster
 from harness.expand import Expansion, Run, expand
 from harness.identity import ROOT
 from harness.outcome import GOES_ON, WHEN_ASKED
@@ -25,7 +26,8 @@ from harness.prepare import prepare
 from harness.problems import SpecError
 from harness.queue import Queue, ask, start_detached
 from harness.run_folder import Busy, RunFolder, describe_holder, hold, is_held
-from harness.slurm import SlurmError, live, submit_arrays
+from harness.scheduler import SlurmError, configuration
+from harness.slurm import hopeless, live, refusals, scripts, submit_arrays
 from harness.spec import load
 from harness.status import queue_lock, read_status, read_statuses
 from harness.sync import at_work, default_uri, end_follower, start_follower
@@ -108,6 +110,9 @@ def main(
     retry: Annotated[
         bool, typer.Option("--retry", help="also runs that failed or ran out of time")
     ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="profile of the Slurm cluster (slurm/clusters)")
+    ] = None,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
     tracking_uri: Annotated[
         str | None, typer.Option(help="MLflow store; default: mlflow.db beside the runs")
@@ -116,21 +121,26 @@ def main(
 ) -> None:
     """Run an experiment: every system with every seed, each once."""
     console = Console(stderr=as_json)
-    cluster = shutil.which("sbatch") is not None
+    on_slurm = shutil.which("sbatch") is not None
     try:
         experiment = load(file)
-        name = choose_scale(experiment, scale, cluster)
+        target = choose_target(cluster, on_slurm, dry_run)
+        name = choose_scale(experiment, scale, on_slurm)
         expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run)
         chosen = expansion.select(only)
         changed = changes(expansion)
-    except (SpecError, ValidationError, ValueError, PlanError) as error:
+    except (SpecError, ValidationError, ValueError, PlanError, SlurmError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(EXIT_REFUSED) from error
-    obstacles = preflight.problems(expansion, cluster=cluster)
+    obstacles = preflight.problems(expansion, cluster=on_slurm)
+    if on_slurm and not obstacles:
+        obstacles = refusals(expansion, chosen, target)
     if dry_run:
         show.dry_run(console, expansion, chosen, obstacles, changed)
+        texts = [] if target is None else scripts(expansion, [r.name for r in chosen], target)
+        show.scripts(console, texts)
         if as_json:
-            print(json.dumps(show.as_data(expansion, chosen, obstacles)))
+            print(json.dumps(show.as_data(expansion, chosen, obstacles) | {"sbatch": dict(texts)}))
         return
     if obstacles:
         for obstacle in obstacles:
@@ -141,9 +151,12 @@ def main(
     show.submitted(console, expansion, start, leave, changed)
     if as_json:
         print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))
-    work = run_on_slurm if cluster else run_here
+    uri = tracking_uri or default_uri(runs)
     try:
-        code = work(console, expansion, start, wait, tracking_uri or default_uri(runs))
+        if on_slurm:
+            code = run_on_slurm(console, expansion, start, wait, uri, target)
+        else:
+            code = run_here(console, expansion, start, wait, uri)
     except SlurmError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(EXIT_REFUSED) from error
@@ -179,15 +192,33 @@ def run_here(console: Console, expansion: Expansion, start: list[str], wait: boo
     return settle(console, expansion)
 
 
+def choose_target(asked: str | None, on_slurm: bool, dry_run: bool) -> Cluster | None:
+    """The profile of the cluster that is here, or was asked for in a dry run elsewhere. Raises SpecError, ValueError."""
+    if on_slurm:
+        return choose_cluster(asked, configuration().get("ClusterName"))
+    if asked is not None and not dry_run:
+        raise ValueError(f"--cluster {asked}: there is no sbatch here; submit where the cluster is")
+    return choose_cluster(asked) if asked is not None else None
+
+
 def run_on_slurm(
-    console: Console, expansion: Expansion, start: list[str], wait: bool, uri: str
+    console: Console,
+    expansion: Expansion,
+    start: list[str],
+    wait: bool,
+    uri: str,
+    cluster: Cluster,
 ) -> int:
     """Job arrays for what no job of Slurm has yet. Returns the exit code."""
     folder = expansion.folder
     with hold(folder / "submit.lock", wait=True):  # or two submits would give a run two jobs
         queued = live(folder, fresh=True)
         names = [name for name in start if name not in queued]
-        ids = submit_arrays(expansion, names)
+        lacking = hopeless(expansion, names, queued)
+        names = [name for name in names if name not in lacking]
+        ids = submit_arrays(expansion, names, cluster)
+    for name, need in lacking.items():
+        console.print(f"  {name} is not sent: it needs {need}, which is not done", highlight=False)
     for name in names:
         console.print(f"  {name}: job {ids[name]}", highlight=False)
     if queued:

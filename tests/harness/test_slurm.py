@@ -6,25 +6,34 @@ import os
 
 import pytest
 
-from harness import slurm
+from harness import scheduler, slurm
 from harness.cancel import cancel
+from harness.cluster import Cluster
 from harness.expand import expand
 from harness.run_folder import read_json, write_json
-from harness.slurm import SlurmError, arrays, live, parameters, submit_arrays
+from harness.sbatch import arrays, parameters, script
+from harness.scheduler import SlurmError
+from harness.slurm import hopeless, live, refusals, submit_arrays
 from harness.spec import load
 from harness.status import read_statuses
 from harness.submit import submit
 from tests.harness.test_spec import write
 
 SBATCH = """#!/bin/sh
+[ -e "$LAB/refuses" ] && { echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1; }
+case "$*" in *--test-only*) exit 0 ;; esac
 number=$(($(cat "$LAB/count" 2>/dev/null || echo 100) + 1))
-echo $number > "$LAB/count"
-cp "$(eval echo \\$$#)" "$LAB/$number.sh"
+[ -e "$LAB/lost" ] || echo $number > "$LAB/count"
+cat > "$LAB/$number.sh"
 env | grep ^SLURM_ > "$LAB/$number.env"
-tasks=$(grep -o 'array=0-[0-9]*' "$LAB/$number.sh" | grep -o '[0-9]*$')
-if [ -z "$tasks" ]; then echo $number >> "$LAB/queued"; else
-for task in $(seq 0 $tasks); do echo ${number}_$task >> "$LAB/queued"; done; fi
-echo "Submitted batch job $number"
+if [ ! -e "$LAB/lost" ]; then
+    name=$(sed -n 's/#SBATCH --job-name=//p' "$LAB/$number.sh")
+    tasks=$(grep -o 'array=0-[0-9]*' "$LAB/$number.sh" | grep -o '[0-9]*$')
+    for task in $(seq 0 $tasks); do echo "${number}_$task|PENDING|Priority||10:00|$name" >> "$LAB/queued"; done
+fi
+echo >> "$LAB/sbatch.calls"
+[ -e "$LAB/slow" ] && { rm -f "$LAB/slow" "$LAB/lost"; echo 'sbatch: error: Socket timed out on send/recv' >&2; exit 1; }
+echo "$number"
 """
 SQUEUE = """#!/bin/sh
 echo "$@" >> "$LAB/squeue.calls"
@@ -32,6 +41,8 @@ echo "$@" >> "$LAB/squeue.calls"
 cat "$LAB/queued"
 """
 SCANCEL = '#!/bin/sh\necho "$@" >> "$LAB/scancel.calls"\n'
+SCONTROL = '#!/bin/sh\necho "MaxArraySize = $(cat "$LAB/size" 2>/dev/null || echo 1001)"\n'
+SACCT = "#!/bin/sh\nexit 1\n"
 
 
 @pytest.fixture
@@ -39,13 +50,18 @@ def lab(tmp_path, monkeypatch):
     """A folder on PATH with sbatch, squeue, scancel and srun; what they saw lies beside them."""
     folder = tmp_path / "lab"
     folder.mkdir()
-    scripts = {"sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL, "srun": "#!/bin/sh\n"}
+    scripts = {"sbatch": SBATCH, "squeue": SQUEUE, "sacct": SACCT} | {
+        "scancel": SCANCEL,
+        "scontrol": SCONTROL,
+    }
+    (folder / "queued").touch()
     for name, text in scripts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("LAB", str(folder))
-    monkeypatch.setattr(slurm, "_asked", {})
+    monkeypatch.setattr(scheduler, "_asked", {})
+    monkeypatch.setattr(slurm, "PAUSE_S", 0.01)
     return folder
 
 
@@ -60,6 +76,9 @@ def expansion(tmp_path):
     return expand(load(path), "there", tmp_path / "runs", base=tmp_path)
 
 
+PLAIN = Cluster()
+
+
 def directives(lab, number: int) -> dict[str, str]:
     lines = (lab / f"{number}.sh").read_text().splitlines()
     found = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
@@ -67,7 +86,7 @@ def directives(lab, number: int) -> dict[str, str]:
 
 
 def test_runs_of_a_kind_are_one_array_in_their_order(expansion):
-    grouped = arrays(expansion.runs)
+    grouped = arrays(expansion.runs, PLAIN)
     assert [[run.kind for run in array.runs] for array in grouped] == [
         ["warmup"],
         ["conformance"],
@@ -77,18 +96,20 @@ def test_runs_of_a_kind_are_one_array_in_their_order(expansion):
 
 
 def test_time_is_rounded_up_to_whole_minutes(expansion):
-    assert parameters(arrays(expansion.runs)[0], "x", {})["time"] == 601
+    assert parameters(arrays(expansion.runs, PLAIN)[0], PLAIN, "x", {})["time"] == 601
 
 
 def test_arrays_wait_for_what_they_need_and_die_with_it(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    ids = submit_arrays(expansion, start)
+    ids = submit_arrays(expansion, start, PLAIN)
     warmup, conformance = (ids[run.name] for run in expansion.runs[:2])
-    assert (warmup, conformance) == ("101", "102")
+    assert (warmup, conformance) == ("101_0", "102_0")
     assert "dependency" not in directives(lab, 101)
-    assert directives(lab, 102)["dependency"] == "afterok:101"
+    assert directives(lab, 102)["dependency"] == "afterok:101_0"
     asked = directives(lab, 103)
-    assert asked["dependency"] == "afterok:101,afterany:102"  # the baseline needs no conformance
+    assert (
+        asked["dependency"] == "afterok:101_0,afterany:102_0"
+    )  # the baseline needs no conformance
     assert asked["kill-on-invalid-dep"] == "yes"
     assert asked["array"] == "0-5%6"
     assert [ids[run.name] for run in expansion.replicates] == [f"103_{n}" for n in range(6)]
@@ -96,7 +117,7 @@ def test_arrays_wait_for_what_they_need_and_die_with_it(lab, expansion):
 
 def test_a_run_asks_for_its_nodes_and_devices_once(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    submit_arrays(expansion, start)
+    submit_arrays(expansion, start, PLAIN)
     asked = directives(lab, 103)
     shape = {
         key: asked[key] for key in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
@@ -115,27 +136,26 @@ def test_what_is_done_is_no_dependency(lab, expansion):
     warmup, conformance = expansion.runs[:2]
     for run in (warmup, conformance):
         write_json(expansion.folder / run.name / "done.json", {"attempt": 1})
-    submit_arrays(expansion, [run.name for run in expansion.replicates])
+    submit_arrays(expansion, [run.name for run in expansion.replicates], PLAIN)
     assert "dependency" not in directives(lab, 101)
 
 
 def test_a_need_that_is_queued_from_before_is_waited_for(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    submit_arrays(expansion, start[:2])
-    submit_arrays(expansion, start[2:])
-    assert directives(lab, 103)["dependency"] == "afterok:101,afterany:102"
+    submit_arrays(expansion, start[:2], PLAIN)
+    submit_arrays(expansion, start[2:], PLAIN)
+    assert directives(lab, 103)["dependency"] == "afterok:101_0,afterany:102_0"
 
 
-def test_a_need_that_nobody_works_is_refused_by_name(lab, expansion):
+def test_a_need_that_nobody_works_keeps_a_run_from_being_sent(lab, expansion):
     submit(expansion, expansion.runs)
-    warmup = expansion.runs[0]
-    with pytest.raises(SlurmError, match=f"{warmup.name} is needed first .* --retry"):
-        submit_arrays(expansion, [run.name for run in expansion.replicates])
+    names = [run.name for run in expansion.replicates]
+    assert hopeless(expansion, names, set()) == dict.fromkeys(names, expansion.warmup.name)
 
 
 def test_queued_runs_are_waiting_and_the_others_planned(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    submit_arrays(expansion, start[:2])
+    submit_arrays(expansion, start[:2], PLAIN)
     assert live(expansion.folder) == set(start[:2])
     states = {status.run: status.state for status in read_statuses(expansion.folder)}
     assert [states[name] for name in start] == ["WAITING"] * 2 + ["PLANNED"] * 6
@@ -143,7 +163,7 @@ def test_queued_runs_are_waiting_and_the_others_planned(lab, expansion):
 
 def test_a_scheduler_that_does_not_answer_is_an_error_and_no_run_is_called_dead(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    submit_arrays(expansion, start)
+    submit_arrays(expansion, start, PLAIN)
     (lab / "down").touch()
     with pytest.raises(SlurmError, match="timed out"):
         live(expansion.folder, fresh=True)
@@ -151,7 +171,8 @@ def test_a_scheduler_that_does_not_answer_is_an_error_and_no_run_is_called_dead(
 
 def test_many_looks_are_one_question(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    submit_arrays(expansion, start)
+    submit_arrays(expansion, start, PLAIN)
+    (lab / "squeue.calls").unlink()
     for _ in range(50):
         live(expansion.folder)
     assert (lab / "squeue.calls").read_text().count("\n") == 1
@@ -161,21 +182,73 @@ def test_an_allocation_around_the_submit_does_not_reach_the_job(lab, expansion, 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CONF", "/etc/elsewhere/slurm.conf")
     start, _ = submit(expansion, expansion.runs)
-    submit_arrays(expansion, start[:1])
+    submit_arrays(expansion, start[:1], PLAIN)
     seen = (lab / "101.env").read_text()
     assert "SLURM_JOB_ID" not in seen and "SLURM_CONF=/etc/elsewhere/slurm.conf" in seen
 
 
 def test_a_refusing_sbatch_is_one_line_and_not_a_traceback(lab, expansion):
-    (lab / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
+    (lab / "refuses").touch()
     start, _ = submit(expansion, expansion.runs)
     with pytest.raises(SlurmError, match="sbatch: .*invalid partition"):
-        submit_arrays(expansion, start)
+        submit_arrays(expansion, start, PLAIN)
+
+
+def test_more_runs_than_an_array_may_have_are_several_arrays_that_share_the_bound(lab, expansion):
+    """MaxArraySize 4 allows the indices 0 to 3."""
+    (lab / "size").write_text("4")
+    start, _ = submit(expansion, expansion.runs)
+    ids = submit_arrays(expansion, start, Cluster(max_running=3))
+    assert directives(lab, 103)["array"] == "0-3%2"
+    assert directives(lab, 104)["array"] == "0-1%1"
+    expected = ["103_0", "103_1", "103_2", "103_3", "104_0", "104_1"]
+    assert [ids[run.name] for run in expansion.replicates] == expected
+
+
+def test_a_submission_that_arrived_in_spite_of_a_time_out_is_not_sent_again(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    (lab / "slow").touch()
+    ids = submit_arrays(expansion, start[:1], PLAIN)
+    assert ids == {start[0]: "101_0"}
+    assert (lab / "sbatch.calls").read_text().count("\n") == 1
+
+
+def test_a_submission_that_was_lost_with_a_time_out_is_sent_again(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    (lab / "slow").touch()
+    (lab / "lost").touch()
+    assert submit_arrays(expansion, start[:1], PLAIN) == {start[0]: "101_0"}
+    assert (lab / "sbatch.calls").read_text().count("\n") == 2
+
+
+def test_a_submit_that_was_killed_before_it_noted_the_id_finds_its_job(lab, expansion):
+    start, _ = submit(expansion, expansion.runs)
+    submit_arrays(expansion, start[:1], PLAIN)
+    (expansion.folder / "slurm.json").unlink()
+    assert submit_arrays(expansion, start[:1], PLAIN) == {start[0]: "101_0"}
+    assert (lab / "sbatch.calls").read_text().count("\n") == 1
+
+
+def test_a_profile_sets_and_removes_any_directive(expansion):
+    sbatch = {"nodes": None, "reservation": "friday", "exclusive": None}
+    profile = Cluster(partition="gpu", account="me", gpus="gres", gpu_type="h100", sbatch=sbatch)
+    array = arrays(expansion.runs, profile)[0]
+    lines = script(array, profile, "x", {}, expansion.folder).splitlines()
+    found = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")}
+    assert {"partition=gpu", "account=me", "gres=gpu:h100:4", "reservation=friday"} <= found
+    assert not any(line.startswith(("nodes", "exclusive", "gpus")) for line in found)
+
+
+def test_what_slurm_would_refuse_is_said_once_before_anything_is_queued(lab, expansion):
+    (lab / "refuses").touch()
+    (said,) = refusals(expansion, expansion.runs, PLAIN)
+    assert said.startswith("sbatch: error: invalid partition specified: nowhere")
+    assert not expansion.folder.exists()
 
 
 def test_cancel_is_one_scancel(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    ids = submit_arrays(expansion, start)
+    ids = submit_arrays(expansion, start, PLAIN)
     stopped, _ = cancel(expansion.folder, "ours")
     expected = [run.name for run in expansion.runs if "ours" in run.name]
     assert sorted(stopped) == sorted(expected)
@@ -185,5 +258,5 @@ def test_cancel_is_one_scancel(lab, expansion):
 
 def test_ids_are_kept_beside_the_runs(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
-    ids = submit_arrays(expansion, start)
+    ids = submit_arrays(expansion, start, PLAIN)
     assert read_json(expansion.folder / "slurm.json") == ids

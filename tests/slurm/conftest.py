@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from harness import prepare, scheduler
+from harness.cluster import PROFILES, Cluster, load_cluster
+from harness.expand import expand
+from harness.slurm import submit_arrays
+from harness.spec import load
+from harness.status import read_statuses
+from harness.submit import submit
 from slurm.local import cluster
+from tests.harness.conftest import STAND_IN, TRAIN
+from tests.harness.test_spec import write
 
 HERE = Path(__file__).parent
+LOCAL = load_cluster(PROFILES / "local.yaml")
 
 
 def pytest_collection_modifyitems(items):
@@ -55,3 +65,61 @@ def wait_until(condition, patience_s: float = 30):
         assert time.monotonic() < deadline, f"not after {patience_s} s: {condition}"
         time.sleep(0.2)
     return value
+
+
+BODIES = {
+    "warmup": """
+(run / "checkpoint").mkdir(exist_ok=True)
+(run / "checkpoint" / "warmup.json").write_text(json.dumps({"content_hash": "c0ffee"}))
+""",
+    "conformance": '(run / "conformance.json").write_text(json.dumps({"passed": True}))',
+    "train": TRAIN,
+}
+
+
+@pytest.fixture
+def light(tmp_path, monkeypatch):
+    """light(train=..., seeds=..., resources=...) -> Expansion of a small experiment whose commands are a few lines of Python.
+
+    Everything but what the command does is real: folders, snapshot, arrays, jobs.
+    """
+
+    def make(train: str = TRAIN, seeds: str = "[0, 1]", resources: str = ""):
+        bodies = BODIES | {"train": train}
+        for kind, body in bodies.items():
+            (tmp_path / f"{kind}.py").write_text(STAND_IN + body)
+
+        def command(expansion, run):
+            script = tmp_path / f"{run.kind if run.kind in bodies else 'train'}.py"
+            return ["{python}", str(script), "{run}", "{attempt}", str(run.config.loop.steps)]
+
+        monkeypatch.setattr(prepare, "command", command)
+        changed = f"{{cpus_per_node: 1, time_limit: 00:30:00{resources}}}"
+        path = write(tmp_path, "resources: {time_limit: 00:30:00}", f"resources: {changed}")
+        path.write_text(path.read_text().replace("seeds: [0, 1]", f"seeds: {seeds}\n", 1))
+        text = path.read_text().replace("  optimizer:", "  loop: {steps: 5}\n  optimizer:", 1)
+        path.write_text(text)
+        return expand(load(path), "here", tmp_path / "runs", base=tmp_path)
+
+    return make
+
+
+def send(expansion, profile: Cluster = LOCAL, only: str | None = None) -> dict[str, str]:
+    """Submit as ``harness.submit`` does; run name -> job id."""
+    start, _ = submit(expansion, expansion.select(only))
+    return submit_arrays(expansion, start, profile)
+
+
+def states(expansion) -> dict[str, str]:
+    scheduler.forget()
+    return {status.run: status.state for status in read_statuses(expansion.folder)}
+
+
+def settled(expansion, patience_s: float = 60) -> dict[str, str]:
+    """The states once no run waits or works any more."""
+
+    def at_rest():
+        found = states(expansion)
+        return found if not {"WAITING", "RUNNING", "UNKNOWN"} & set(found.values()) else None
+
+    return wait_until(at_rest, patience_s)

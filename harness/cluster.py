@@ -1,0 +1,91 @@
+"""Where runs are sent: one profile a cluster, ``slurm/clusters/<name>.yaml``. An experiment never names a cluster.
+
+Which one: ``--cluster NAME`` (or a path), else the variable MOLT_CLUSTER, else the profile that bears the cluster's own name
+(``scontrol show config``), else Slurm's defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from harness import source
+from harness.identity import ROOT
+from harness.problems import Problem, SpecError, translate
+from molt_core.config import Strict
+
+PROFILES = ROOT / "slurm" / "clusters"
+VARIABLE = "MOLT_CLUSTER"
+
+
+class Attempts(Strict):
+    """How often a run is put back into the queue, counted apart by why its attempt ended."""
+
+    preempted: int = Field(50, ge=0, description="a job of higher priority took the nodes")
+    timed_out: int = Field(20, ge=0, description="the time limit came, and the run had got on")
+    failed: int = Field(3, ge=0, description="a node failed, or hardware did")
+
+
+class Cluster(Strict):
+    """What differs between clusters and is no business of an experiment."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    gpus: Literal["gpus-per-node", "gres"] = Field(
+        "gpus-per-node", description="the directive by which GPUs are asked for"
+    )
+    gpu_type: str | None = Field(None, description="asked for as TYPE:COUNT where given")
+    exclusive: bool = Field(True, description="a run on GPUs has its nodes to itself")
+    sbatch: dict[str, str | int | bool | None] = Field(
+        default_factory=dict,
+        description="any directive by its long name; null removes one that would be set",
+    )
+    environment: dict[str, str] = Field(default_factory=dict, description="exported in the job")
+    setup: tuple[str, ...] = Field((), description="lines of shell before the job, `module load`")
+    max_running: int = Field(256, gt=0, description="runs of one submit that work at once")
+    warn_s: int = Field(
+        120, ge=30, description="seconds between the signal to save and the end of a job, at least"
+    )
+    attempts: Attempts = Attempts()
+    bad_node_after: int = Field(
+        2, gt=0, description="failures after which an experiment avoids a node"
+    )
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a profile. Raises SpecError that names file, line, key and fix."""
+    document = source.read(path)
+    try:
+        return Cluster.model_validate(document.data)
+    except ValidationError as error:
+        problems = [
+            Problem(
+                document.line(found.location),
+                ".".join(map(str, found.location)),
+                found.what,
+                found.fix,
+            )
+            for found in translate(error, Cluster)
+        ]
+        raise SpecError(path, problems) from error
+
+
+def choose_cluster(asked: str | None, own_name: str | None = None) -> Cluster:
+    """The profile asked for, else the environment's, else the one named as the cluster is. Raises SpecError.
+
+    A name that was asked for must exist; the cluster's ``own_name`` may have no profile.
+    """
+    name = asked or os.environ.get(VARIABLE)
+    if name is None:
+        path = PROFILES / f"{own_name}.yaml"
+        return load_cluster(path) if path.is_file() else Cluster()
+    path = Path(name) if name.endswith(".yaml") else PROFILES / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in PROFILES.glob("*.yaml")))
+        fix = f"Profiles here: {known}; copy one, or give the path of yours"
+        raise SpecError(path, [Problem(0, "", "there is no such cluster profile", fix)])
+    return load_cluster(path)

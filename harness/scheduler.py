@@ -1,0 +1,197 @@
+"""What Slurm says about this user's jobs: squeue first, sacct for what the controller has forgotten.
+
+squeue speaks for slurmctld and is believed: a job that it lists has the state that it says. sacct speaks for the database,
+which calls a job NODE_FAIL while slurmctld has already put it back into the queue, so it is asked about jobs only that
+slurmctld no longer knows. A scheduler that does not answer is a SlurmError, and then nothing is known; nobody is declared dead.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+REFRESH_S = 20.0
+"""A scheduler is asked no more often than this, however often one looks."""
+ANSWER_S = 60.0
+"""A command of Slurm that takes longer has not answered."""
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
+WORKING = ("RUNNING", "CONFIGURING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
+_asked: dict[Any, tuple[float, Any]] = {}
+
+
+class SlurmError(RuntimeError):
+    """A command of Slurm failed; the message is Slurm's."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, or one task of an array, at one moment. ``source``: squeue or sacct."""
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    left_s: float | None = None
+    name: str = ""
+    source: str = "squeue"
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def works(self) -> bool:
+        return self.state in WORKING
+
+    @property
+    def lives(self) -> bool:
+        """True while it waits or works. A word that a newer Slurm has and this list lacks is no end."""
+        return self.state not in ENDS
+
+
+ENDS = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"),
+    *("BOOT_FAIL", "DEADLINE", "REVOKED"),
+)
+
+
+def ask_slurm(*command: str, input: str | None = None) -> str:
+    """What a command prints. Raises SlurmError with its last words, also where it does not answer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER_S, input=input
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{command[0]}: timed out after {ANSWER_S:.0f} s") from error
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip().splitlines() or ["no word"]
+        raise SlurmError(f"{command[0]}: {words[-1].removeprefix(f'{command[0]}: ')}")
+    return done.stdout
+
+
+@contextmanager
+def outside_an_allocation() -> Iterator[None]:
+    """No variable of an allocation that this may run in, but the one that says where the cluster's configuration is."""
+    from submitit.helpers import clean_env
+
+    where = os.environ.get("SLURM_CONF")
+    with clean_env():
+        if where is not None:
+            os.environ["SLURM_CONF"] = where
+        yield
+
+
+def queued(fresh: bool = False) -> dict[str, Job]:
+    """Job id (``12_3`` for a task) -> job, of all jobs of this user that slurmctld knows, ended ones of the last minutes too.
+
+    One query, asked again after REFRESH_S at the earliest unless ``fresh``. Raises SlurmError.
+    """
+    asked_at, known = _asked.get("squeue", (-math.inf, {}))
+    if fresh or time.monotonic() - asked_at > REFRESH_S:
+        form = "--format=%i|%T|%r|%N|%L|%j"
+        text = ask_slurm("squeue", "--me", "--array", "--states=all", "--noheader", form)
+        known = parse_squeue(text)
+        _asked["squeue"] = (time.monotonic(), known)
+    return known
+
+
+def forget() -> None:
+    """Ask again at the next look: this process has changed what the answer would be."""
+    _asked.pop("squeue", None)
+
+
+def parse_squeue(text: str) -> dict[str, Job]:
+    """Lines of ``%i|%T|%r|%N|%L|%j``."""
+    found = {}
+    for line in text.splitlines():
+        parts = line.split("|", 5)
+        if len(parts) == 6:
+            job_id, state, reason, nodes, left, name = parts
+            reason = "" if reason == "None" else reason
+            found[job_id] = Job(state, reason, nodes, seconds(left), name)
+    return found
+
+
+def accounted(ids: Iterable[str], fresh: bool = False) -> dict[str, Job]:
+    """The same of jobs that slurmctld has forgotten, from the database; {} on a cluster without one."""
+    arrays = tuple(sorted({job_id.partition("_")[0] for job_id in ids}, key=int))
+    if not arrays:
+        return {}
+    asked_at, known = _asked.get(arrays, (-math.inf, {}))
+    if fresh or time.monotonic() - asked_at > REFRESH_S:
+        columns = "--format=JobID,State,NodeList,ExitCode"
+        command = ["sacct", "--allocations", "--noheader", "--parsable2", columns]
+        try:
+            known = parse_sacct(ask_slurm(*command, f"--jobs={','.join(arrays)}"))
+        except SlurmError:
+            known = {}  # no accounting here, or none that answers: then nothing is known from it
+        _asked[arrays] = (time.monotonic(), known)
+    return known
+
+
+def parse_sacct(text: str) -> dict[str, Job]:
+    """Lines of ``JobID|State|NodeList|ExitCode``. The state may say more ("CANCELLED by 0"); its first word counts."""
+    found = {}
+    for line in text.splitlines():
+        parts = line.split("|")
+        if len(parts) >= 4 and parts[1]:
+            nodes = "" if parts[2] == "None assigned" else parts[2]
+            found[parts[0]] = Job(
+                parts[1].split()[0], f"exit code {parts[3]}", nodes, source="sacct"
+            )
+    return found
+
+
+def look_up(ids: Iterable[str], fresh: bool = False) -> dict[str, Job]:
+    """Job id -> job for those of ``ids`` that Slurm knows. Raises SlurmError, and then nothing is known."""
+    wanted = set(ids)
+    if not wanted:
+        return {}
+    known = queued(fresh)
+    missing = wanted - known.keys()
+    if missing and not fresh:
+        known = queued(fresh=_young("squeue"))  # a job is not gone because one answer lacks it
+        missing = wanted - known.keys()
+    forgotten = accounted(missing, fresh)
+    return {
+        job_id: known.get(job_id) or forgotten[job_id]
+        for job_id in wanted
+        if job_id in known or job_id in forgotten
+    }
+
+
+def _young(key: str) -> bool:
+    """True once an answer is some seconds old, so that a second look costs at most one query in five seconds."""
+    return time.monotonic() - _asked[key][0] > 5
+
+
+def seconds(text: str) -> float | None:
+    """[days-]hours:minutes:seconds, or shorter, as seconds; None for Slurm's words (UNLIMITED, NOT_SET, INVALID)."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in parts) or (days and not days.isdigit()):
+        return None
+    value = 0
+    for part in parts:
+        value = 60 * value + int(part)
+    return value + 86400 * int(days or 0)
+
+
+def configuration() -> dict[str, str]:
+    """``scontrol show config``, asked once a process. Raises SlurmError."""
+    if "config" not in _asked:
+        lines = ask_slurm("scontrol", "show", "config").splitlines()
+        pairs = (line.partition("=") for line in lines if "=" in line)
+        _asked["config"] = (0.0, {key.strip(): value.strip() for key, _, value in pairs})
+    return _asked["config"][1]
+
+
+def describe(job_id: str) -> dict[str, str]:
+    """``scontrol show job`` as a mapping; for one job that needs more than its state. Raises SlurmError."""
+    words = ask_slurm("scontrol", "--oneliner", "show", "job", job_id).split()
+    return dict(word.partition("=")[::2] for word in words if "=" in word)

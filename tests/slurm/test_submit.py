@@ -1,0 +1,77 @@
+"""Submitting to a real Slurm: everything runs once, in the order of needs, and nothing waits for what cannot come."""
+
+from __future__ import annotations
+
+import json
+
+from harness import scheduler
+from harness.run_folder import RunFolder
+from harness.slurm import jobs, live, refusal, refusals
+from harness.submit import submit
+from tests.slurm.conftest import LOCAL, send, settled
+
+
+def test_every_run_is_done_in_the_order_of_needs(light):
+    expansion = light()
+    send(expansion)
+    assert set(settled(expansion).values()) == {"DONE"}
+    folders = [RunFolder(expansion.folder / r.name) for r in expansion.runs]
+    began = {
+        f.name: json.loads((f.attempts[0] / "start.json").read_text())["time"] for f in folders
+    }
+    for folder in folders:
+        for need in folder.needs:
+            assert need.done["finished"] <= began[folder.name]
+
+
+def test_submitting_again_leaves_jobs_and_what_is_done_alone(light):
+    expansion = light(train="time.sleep(3)\n" + "for step in range(1, steps + 1): record(step)\n")
+    ids = send(expansion)
+    start, _ = submit(expansion, expansion.runs)
+    assert not [name for name in start if name not in live(expansion.folder, fresh=True)]
+    settled(expansion)
+    assert submit(expansion, expansion.runs)[0] == []
+    attempts = [RunFolder(expansion.folder / name).attempts for name in ids]
+    assert [len(found) for found in attempts] == [1] * len(ids)
+
+
+def test_what_needs_a_failed_run_is_cancelled_and_does_not_wait_for_ever(light, tmp_path):
+    expansion = light()
+    submit(expansion, expansion.runs)
+    (tmp_path / "warmup.py").write_text("raise SystemExit(1)")
+    send(expansion)
+    assert settled(expansion)[expansion.warmup.name] == "FAILED"
+    found = jobs(expansion.folder, fresh=True)
+    assert found.pop(expansion.warmup.name).state == "FAILED"
+    assert {job.state for job in found.values()} == {"CANCELLED"}
+
+
+def test_a_wrong_partition_is_said_before_anything_is_queued(light):
+    (said,) = refusals(light(), light().runs, LOCAL.model_copy(update={"partition": "nowhere"}))
+    assert "Invalid partition name specified" in said and "partition=nowhere" in said
+
+
+def test_more_devices_than_a_node_has_are_refused(light):
+    expansion = light(resources=", device: cuda, devices_per_node: 9")
+    (said,) = refusals(expansion, expansion.runs[:1], LOCAL)
+    assert "configuration is not available" in said
+
+
+def test_a_submit_inside_an_allocation_sends_a_job_of_its_own(light, monkeypatch):
+    for name, value in {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "7",
+        "SLURM_CPUS_PER_TASK": "9",
+    }.items():
+        monkeypatch.setenv(name, value)
+    expansion = light(seeds="[0]")
+    send(expansion, only="warmup")
+    assert settled(expansion)[expansion.warmup.name] == "DONE"
+
+
+def test_slurm_caps_an_array_at_its_highest_index():
+    """The rule that the chunks rely on: MaxArraySize 1001 takes index 1000 and not 1001."""
+    script = "#!/bin/sh\n#SBATCH --array={}\ntrue\n"
+    assert scheduler.configuration()["MaxArraySize"] == "1001"
+    assert refusal(script.format("0-1000")) == ""
+    assert "Invalid job array" in refusal(script.format("0-1001"))
