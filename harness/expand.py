@@ -21,6 +21,7 @@ from harness.spec import Experiment, Resources, Scale
 from molt_core.config import RunConfig, TrainerConfig
 
 Kind = Literal["warmup", "conformance", "train"]
+Purpose = Literal["replicate", "control", "repeat"]
 WARMUP_SECTIONS = ("model", "task", "warmup")
 """What the warm-up's result depends on."""
 
@@ -42,6 +43,8 @@ class Run:
     """The files beyond the code that it reads."""
     against: RunConfig | None = None
     """The other arm's configuration, of a conformance run."""
+    purpose: Purpose = "replicate"
+    """Of a training run: a replicate of its arm, or part of the noise floor."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,13 @@ class Expansion:
         return next((run for run in self.runs if run.kind == "warmup"), None)
 
     @property
-    def replicates(self) -> tuple[Run, ...]:
+    def trained(self) -> tuple[Run, ...]:
+        """The replicates and the noise floor."""
         return tuple(run for run in self.runs if run.kind == "train")
+
+    @property
+    def replicates(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.trained if run.purpose == "replicate")
 
     def select(self, pattern: str | None) -> tuple[Run, ...]:
         """Runs whose name contains ``pattern``, and what they need. Raises ValueError where none does."""
@@ -92,11 +100,14 @@ class Expansion:
             lost_run_rule=rules.lost_run_rule,
             validity=rules.validity,
             alpha=rules.alpha,
+            pairing_unit=rules.pairing_unit,
             identities={
-                run.name: PlannedRun(system=run.system, seed=run.seed, identity=run.identity)
-                for run in self.replicates
+                run.name: PlannedRun(
+                    system=run.system, seed=run.seed, identity=run.identity, purpose=run.purpose
+                )
+                for run in self.trained
             },
-            order=tuple(run.name for run in self.replicates),
+            order=tuple(run.name for run in self.trained),
         )
 
 
@@ -212,30 +223,50 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
         )
 
     roles = {arm.name: arm.role for arm in experiment.arms}
-    for system, seed in interleaved(experiment, scale):
-        config = scale.config(system, seed)
+    floor = tuple(noise_floor(experiment, scale))
+    replicates = ((system, seed, "replicate", 0) for system, seed in interleaved(experiment, scale))
+    for system, seed, purpose, number in (*replicates, *floor):
+        config, run_protocol = scale.config(system, seed), protocol
+        if purpose == "control":
+            optimizer = config.optimizer.model_copy(update={"lr": 0.0})
+            config = config.model_copy(update={"optimizer": optimizer})
+            run_protocol = protocol_of(config)
         arm = {"name": system, "trainer": config.trainer.model_dump(mode="json")}
         identity = run_identity(
             "train",
             where,
-            protocol,
+            run_protocol,
             code=code,
             files=hashes((*shared, *own[system])),
-            system=arm,
+            system={**arm, "repeat": number} if number else arm,
             seed=seed,
             parents=parents,
         )
         checks = [conformances[system]] if system in conformances else []
         # A candidate needs its own pair's conformance. The baseline needs none: one arm that does not conform loses no other.
+        prefix = "" if purpose == "replicate" else f"{purpose}{number or ''}-"
         yield Run(
-            name=f"{system}-s{seed}-{identity[:8]}",
+            name=f"{prefix}{system}-s{seed}-{identity[:8]}",
             kind="train",
             system=system,
-            role=roles[system],
+            role=roles[system] if purpose == "replicate" else purpose,
             seed=seed,
             identity=identity,
             config=config,
             resources=scale.resources,
             needs=(*needs, *checks),
             inputs=(*shared, *own[system]),
+            purpose=purpose,
         )
+
+
+def noise_floor(experiment: Experiment, scale: Scale) -> Iterator[tuple[str, int, Purpose, int]]:
+    """(system, seed, purpose, number of the repeat) of the optional arms, after all replicates."""
+    control, repeats = scale.noise_floor.control, scale.noise_floor.repeats
+    if control is not None:
+        for seed in control.seeds:
+            yield control.system or experiment.baseline, seed, "control", 0
+    if repeats is not None:
+        for number in range(1, repeats.count + 1):
+            for system in repeats.systems or sorted(scale.configs):
+                yield system, repeats.seed, "repeat", number

@@ -24,7 +24,7 @@ from harness.source import Document, KeyPath
 from molt_core.config import RunConfig, Strict
 
 NAME = re.compile(r"^[a-z][a-z0-9_]*$")
-RESERVED = ("warmup", "conformance", "report")
+RESERVED = ("warmup", "conformance", "report", "control", "repeat")
 """Names of folders beside the runs, which no system may take."""
 
 
@@ -73,6 +73,31 @@ class Rules(Strict):
     exclusion: ExclusionRules = ExclusionRules()
     lost_run_rule: LostRunRule = LostRunRule()
     validity: ValidityBounds = ValidityBounds()
+    pairing_unit: Literal["seed"] | None = Field(
+        None, description="seed: the arms' runs of a seed are compared as pairs"
+    )
+
+
+class Control(Strict):
+    """Runs with learning rate zero: what the endpoints show where nothing is learned."""
+
+    seeds: tuple[int, ...] = Field((0,), min_length=1)
+    system: str | None = Field(None, description="default: the baseline")
+
+
+class Repeats(Strict):
+    """The same system and seed run again: how far two runs part that share all they can share."""
+
+    seed: int = Field(0, ge=0)
+    count: int = Field(1, gt=0, description="further runs of each system with that seed")
+    systems: tuple[str, ...] | None = Field(None, description="default: every system")
+
+
+class NoiseFloor(Strict):
+    """Optional arms that enter no comparison and are shown beside the differences."""
+
+    control: Control | None = None
+    repeats: Repeats | None = None
 
 
 class ScalePatch(Strict):
@@ -82,6 +107,7 @@ class ScalePatch(Strict):
     protocol: dict[str, Any] = Field(default_factory=dict)
     systems: dict[str, SystemPatch] = Field(default_factory=dict)
     seeds: tuple[int, ...] | None = None
+    noise_floor: NoiseFloor | None = Field(None, description="replaces the experiment's own")
     resources: Resources = Resources()
     rules: dict[str, Any] = Field(default_factory=dict)
 
@@ -95,7 +121,12 @@ class ExperimentFile(Strict):
     systems: dict[str, System] = Field(description="the arms, one of them with role: baseline")
     seeds: tuple[int, ...] = Field(min_length=1)
     endpoints: tuple[Endpoint, ...] = Field(description="what is measured, with its margin")
+    noise_floor: NoiseFloor = NoiseFloor()
     rules: dict[str, Any] = Field(default_factory=dict)
+    published: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what a paper printed, for analysis.tables; it decides nothing about a run",
+    )
     scales: dict[str, ScalePatch] = Field(min_length=1)
 
 
@@ -108,6 +139,7 @@ class Scale:
     seeds: tuple[int, ...]
     resources: Resources
     rules: Rules
+    noise_floor: NoiseFloor
 
     def config(self, system: str, seed: int) -> RunConfig:
         return self.configs[system].model_copy(update={"seed": seed})
@@ -216,7 +248,8 @@ def _resolve(
         return None, problems
     problems = list(_unfit(document, name, patch.resources, configs))
     seeds = patch.seeds if patch.seeds is not None else file.seeds
-    return Scale(name, configs, seeds, patch.resources, rules), problems
+    floor = patch.noise_floor if patch.noise_floor is not None else file.noise_floor
+    return Scale(name, configs, seeds, patch.resources, rules, floor), problems
 
 
 def _contradictions(document: Document, file: ExperimentFile):
@@ -268,6 +301,19 @@ def _contradictions(document: Document, file: ExperimentFile):
             yield problem(key, what, "Each seed is one replicate; give different ones")
         if any(seed < 0 for seed in seeds):
             yield problem(key, "has a negative seed", "Seeds are 0 or more")
+    floors = {("noise_floor",): file.noise_floor} | {
+        ("scales", name, "noise_floor"): scale.noise_floor
+        for name, scale in file.scales.items()
+        if scale.noise_floor is not None
+    }
+    for key, floor in floors.items():
+        named = [] if floor.control is None else [floor.control.system]
+        named += [] if floor.repeats is None else floor.repeats.systems or []
+        for system in named:
+            if system is not None and system not in file.systems:
+                yield problem(
+                    key, f"names the system {system}", f"Systems: {', '.join(file.systems)}"
+                )
     for key, sections in [(("protocol",), file.protocol)] + [
         (("scales", name, "protocol"), scale.protocol) for name, scale in file.scales.items()
     ]:

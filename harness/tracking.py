@@ -171,7 +171,7 @@ class Tracker:
             "scale": self.folder.name,
         }
         runs = [folder.run for folder in run_folders(self.folder)]
-        replicates = [run for run in runs if run["kind"] == "train"]
+        replicates = [run for run in runs if run["role"] in ("candidate", "baseline")]
         shared = {k: v for k, v in replicates[0]["config"].items() if k not in ("trainer", "seed")}
         return self._create(tags, flatten(shared))
 
@@ -201,7 +201,11 @@ class Tracker:
     def _log_verdicts(self, report: dict[str, Any]) -> None:
         """Verdicts as tags of the parent, each run's value of a valid endpoint as ``final/<endpoint>`` of its child."""
         plan = read_json(self.folder / "plan.json") or {"identities": {}}
-        runs = {(run["system"], str(run["seed"])): n for n, run in plan["identities"].items()}
+        runs = {
+            (run["system"], str(run["seed"])): name
+            for name, run in plan["identities"].items()
+            if run.get("purpose", "replicate") == "replicate"
+        }
         for endpoint in report.get("endpoints", []):
             name = f"verdict {endpoint['name']}: {endpoint['candidate']}"
             self.client.set_tag(self.state["parent"], key_of(name), endpoint["headline"])

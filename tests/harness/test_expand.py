@@ -59,6 +59,36 @@ def test_conformance_runs_both_arms_trainers(expansion):
     assert conformance.against.trainer.world_size == 2
 
 
+FLOOR = "noise_floor:\n  control: {seeds: [0, 7]}\n  repeats: {seed: 1, count: 2, systems: [ours]}\nseeds: [0, 1]"
+
+
+def test_the_noise_floor_runs_after_the_replicates_and_enters_no_arm(tmp_path):
+    experiment = load(write(tmp_path, "seeds: [0, 1]", FLOOR))
+    expansion = expand(experiment, "here", tmp_path, base=tmp_path, write=False)
+    floor = expansion.trained[4:]
+    assert [(run.system, run.seed, run.purpose) for run in floor] == [
+        ("theirs", 0, "control"),
+        ("theirs", 7, "control"),
+        ("ours", 1, "repeat"),
+        ("ours", 1, "repeat"),
+    ]
+    assert len({run.identity for run in expansion.trained}) == 8
+    purposes = [run.purpose for run in expansion.plan().identities.values()]
+    assert purposes == ["replicate"] * 4 + ["control"] * 2 + ["repeat"] * 2
+
+
+def test_only_the_control_has_learning_rate_zero_and_only_its_rate_differs(tmp_path):
+    experiment = load(write(tmp_path, "seeds: [0, 1]", FLOOR))
+    expansion = expand(experiment, "here", tmp_path, base=tmp_path, write=False)
+    rates = {run.name: run.config.optimizer.lr for run in expansion.trained}
+    assert {name.split("-")[0] for name, lr in rates.items() if lr == 0} == {"control"}
+    replicate = next(r for r in expansion.replicates if (r.system, r.seed) == ("theirs", 0))
+    control, ordinary = (
+        flatten(r.config.model_dump(mode="json")) for r in (expansion.trained[4], replicate)
+    )
+    assert {key for key in control if control[key] != ordinary[key]} == {"optimizer.lr"}
+
+
 def test_no_run_is_chosen_without_what_it_needs(expansion):
     chosen = expansion.select("ours-s1")
     assert [run.kind for run in chosen] == ["warmup", "conformance", "train"]
