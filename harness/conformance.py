@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 import typer
 
+from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig, load_run_config
 from molt_core.models.layout import from_published
 from molt_core.models.load import excluded_token_ids, iterate_weights
 from molt_core.train.backend import backend_class
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.train.objective import forward_backward, score, split_rows, without_actions
+from molt_core.train.objective import forward_backward, score, shares
 from molt_core.types import ImageInput, Trajectory, Turn
 
 STEPS = 3
@@ -217,13 +218,12 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
     rows = synthetic_rows(checkpoint, config.model.max_length)
     rng = np.random.default_rng(1)
     advantages = [rng.standard_normal(row.action_tokens).astype(np.float32) for row in rows]
-    lengths = [len(row.token_ids) for row in rows]
-    share = split_rows(lengths, backend.data_size, trainer.micro_batch_rows)[backend.data_rank]
-    filler = ([without_actions(rows[0])], [np.zeros(0, np.float32)])
-    micro_batches = [
-        ([rows[i] for i in part], [advantages[i] for i in part]) if part else filler
-        for part in share
+    tokens = sum(row.action_tokens for row in rows)
+    rollouts = [
+        WeightedRollout((row,), values, np.full(len(values), 1 / tokens, np.float32))
+        for row, values in zip(rows, advantages)
     ]
+    micro_batches = shares(rollouts, backend.data_size, trainer.micro_batch_rows)[backend.data_rank]
     excluded = torch.tensor(excluded_token_ids(checkpoint), device=trainer.device)
     distribution = ActionDistribution(config.rollout.sampling.temperature, excluded)
     _, logprobs, tied = score(
@@ -235,7 +235,6 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
             backend,
             micro_batches,
             algorithm=config.algorithm,
-            denominator=sum(row.action_tokens for row in rows),
             distribution=distribution,
         )
         losses.append(_sum_over_data_ranks(sums["loss"], backend.data_size))

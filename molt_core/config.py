@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Strict(BaseModel):
-    """Base of all configuration: unknown keys are refused, values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from molt_core.algo.config import GROUP_ESTIMATORS, AlgorithmConfig
+from molt_core.strict import Strict
 
 
 class ModelConfig(Strict):
@@ -77,48 +74,6 @@ class RolloutConfig(Strict):
     drop_zero_variance: bool = Field(
         False, description="drop groups whose rewards are all equal, dispatch others instead"
     )
-
-
-class CorrectionConfig(Strict):
-    """Importance correction for the difference between the sampling and the training policy (lag and numerics)."""
-
-    level: Literal["off", "token"] = "token"
-    mode: Literal["truncate", "clip", "mask"] = "truncate"
-    low: float = Field(0.0, ge=0)
-    high: float = Field(2.0, gt=0)
-
-
-class AlgorithmConfig(Strict):
-    """Estimator and loss, by name."""
-
-    advantage: str = Field(
-        "grpo", description="grpo | reinforce_pp | a name registered from a user's file"
-    )
-    loss: str = Field("clipped", description="clipped | a name registered from a user's file")
-    plugins: tuple[str, ...] = Field(
-        (), description="Python files that register estimators or losses"
-    )
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of REINFORCE++")
-    kl_coef: float = Field(
-        0.0, ge=0, description="per-token KL penalty in the reward of REINFORCE++; 0 is off"
-    )
-    proximal: Literal["current", "rollout"] = Field(
-        "current",
-        description="old policy of the clipped ratio: the policy before this step (recomputed) or the behaviour policy",
-    )
-    correction: CorrectionConfig = CorrectionConfig()
-    aggregation: Literal["token_mean"] = "token_mean"
-
-    @model_validator(mode="after")
-    def _no_double_correction(self) -> AlgorithmConfig:
-        if self.proximal == "rollout" and self.correction.level != "off":
-            raise ValueError(
-                "algorithm.proximal: rollout already divides by the behaviour policy; set algorithm.correction.level: off, "
-                "or algorithm.proximal: current to keep the correction"
-            )
-        return self
 
 
 class OptimizerConfig(Strict):
@@ -274,14 +229,6 @@ class RunConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _no_reference_policy_yet(self) -> RunConfig:
-        if self.algorithm.kl_coef > 0:
-            raise ValueError(
-                "algorithm.kl_coef needs a reference policy, which a run does not load yet; set it to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _correction_where_off_policy(self) -> RunConfig:
         algorithm = self.algorithm
         if (
@@ -293,9 +240,20 @@ class RunConfig(Strict):
                 f"loop.max_staleness {self.loop.max_staleness} trains on off-policy data without correction; set "
                 "algorithm.correction.level: token, or loop.max_staleness: 0"
             )
-        if self.algorithm.advantage == "grpo" and self.rollout.samples_per_prompt < 2:
+        kl = algorithm.kl
+        if kl.coef > 0 and kl.base == "behaviour" and self.loop.max_staleness == 0:
             raise ValueError(
-                "algorithm.advantage: grpo compares samples of a prompt; set rollout.samples_per_prompt to 2 or more"
+                "algorithm.kl.base: behaviour has no effect with loop.max_staleness: 0: the policy that is stepped is the "
+                "behaviour policy, where the penalty and its gradient are 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_the_estimator_needs(self) -> RunConfig:
+        advantage, samples = self.algorithm.advantage, self.rollout.samples_per_prompt
+        if advantage in GROUP_ESTIMATORS and samples < 2:
+            raise ValueError(
+                f"algorithm.advantage: {advantage} compares samples of a prompt; set rollout.samples_per_prompt to 2 or more"
             )
         return self
 

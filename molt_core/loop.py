@@ -19,7 +19,7 @@ import numpy as np
 import ray
 
 from molt_core import metrics
-from molt_core.algo.advantages import advantages
+from molt_core.algo.aggregation import weighted_rollouts
 from molt_core.config import RunConfig
 from molt_core.data import prompt_source
 from molt_core.rollout.pool import BooksError, Pool
@@ -32,7 +32,7 @@ FUTILE_BATCHES = 8
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient norm is not finite."""
+    """Loss or gradient norm is not finite. Noticed before the optimiser steps: the weights are those of the step before."""
 
 
 class EverythingDropped(RuntimeError):
@@ -51,6 +51,7 @@ class Loop:
         self.dropped_in_a_row = 0
         self.failure: BaseException | None = None
         self.reward_sums = metrics.RewardSums()
+        self.optimizer_steps = 0
 
     async def run(self) -> None:
         self.writer.heartbeat("starting", 0)
@@ -140,14 +141,18 @@ class Loop:
         batch: Batch = await self._until(self.pool.take)
         lags = self.pool.lags(batch)
         waited = time.time() - waiting
-        rows = [segment for group in batch.groups for segment in group.segments]
-        result = await self.trainer.step(
-            rows, advantages(batch, self.config.algorithm), batch.action_tokens
+        frozen = await self.trainer.frozen_logprobs(
+            [segment for group in batch.groups for segment in group.segments]
         )
+        rollouts = weighted_rollouts(batch, self.config.algorithm, frozen)
+        result = await self.trainer.step(rollouts)
         if not np.isfinite([result.sums["loss"], result.grad_norm]).all():
-            raise Diverged(
-                f"step {step}: loss {result.sums['loss']}, gradient norm {result.grad_norm}"
+            what = f"step {step}: loss {result.sums['loss']}, gradient norm {result.grad_norm}"
+            file = self.writer.dump(
+                "diverged_batch.pkl", {"reason": what, "batch": batch, "rollouts": rollouts}
             )
+            raise Diverged(f"{what}; the step was not taken, its batch is in {file}")
+        self.optimizer_steps += result.stepped
         self.pool.trained(batch, int(result.sums["tokens"]))
         if self.pool.lockstep:
             waiting = time.time()
@@ -170,7 +175,7 @@ class Loop:
             {
                 "step": step,
                 "phase": "train",
-                "optimizer_steps": step,
+                "optimizer_steps": self.optimizer_steps,
                 "wall_s": ended - self.step_started,
                 "t_wait_s": waited,
                 "t_forward_backward_s": result.forward_backward_s,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,13 @@ class RunWriter:
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         print(_summary(line, self.steps), flush=True)
+
+    def dump(self, name: str, content: Any) -> Path:
+        """Pickle ``content`` into this attempt's folder, for a person to look at; returns the file."""
+        file = self.run_dir / "attempts" / f"{self.attempt:02d}" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(pickle.dumps(content))
+        return file
 
     def heartbeat(self, phase: str, step: int) -> None:
         beat = {
@@ -103,6 +111,8 @@ def training(result: StepResult, clip_norm: float) -> dict[str, float]:
     tokens = sums.pop("tokens")
     fields = {
         "tokens_forward": int(sums.pop("tokens_forward")),
+        "tokens_kept": int(sums.pop("tokens_kept")),
+        "stepped": int(result.stepped),
         "loss": sums.pop("loss"),
         "grad_norm": result.grad_norm,
         "grad_clipped": float(result.grad_norm > clip_norm),

@@ -194,7 +194,7 @@ class Batch:
 
     @cached_property
     def action_tokens(self) -> int:
-        """The global denominator of the token mean: all action tokens of the batch, over all ranks and micro-batches."""
+        """All action tokens of the batch, over all ranks and micro-batches: what the token mean divides by."""
         return sum(group.action_tokens for group in self.groups)
 
     @property

@@ -43,6 +43,7 @@ from harness.baselines.megatron_model import (
 from harness.baselines.megatron_weights import load_weights, weight_entries
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
+from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor
@@ -146,17 +147,20 @@ class MegatronCoreBackend:
         if is_last:
             finalize_model_grads([self.ddp])
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, apply: bool = True) -> float:
         factor = lr_factor(self._steps, self._total_steps, self._optimizer_config)
         for group in self.optimizer.param_groups:
             group["lr"] = self._optimizer_config.lr * factor
             group["weight_decay"] = group_weight_decay(group, self._optimizer_config)
         with self._in_optimizer():
-            _, norm, _ = self.optimizer.step()
-        self._steps += 1
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if apply and can_step(norm):
+                self.optimizer.step()
+                self._steps += 1
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         # Stepped parts are gathered by the next forward, which may not have been yet.

@@ -6,28 +6,31 @@ and in the order of generation over all its segments. A rollout has one reward a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.kl import k1
 from molt_core.algo.registry import Registry
-from molt_core.config import AlgorithmConfig
 from molt_core.types import Batch
 
 
 @dataclass(frozen=True)
 class RolloutTokens:
     """R rollouts with N sampled tokens. reward ``[R]`` float64, group ``[R]`` int64, rollout ``[N]`` int64 ascending,
-    behaviour_logprobs ``[N]`` float32, reference_logprobs ``[N]`` float32 or None without a reference policy."""
+    behaviour_logprobs ``[N]`` float32; of a reference policy, a teacher and a critic, each ``[N]`` float32 or None without one:
+    reference_logprobs, teacher_logprobs, values (the return that the critic expects before the token)."""
 
     reward: torch.Tensor
     group: torch.Tensor
     rollout: torch.Tensor
     behaviour_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 Estimator = Callable[[RolloutTokens, AlgorithmConfig], torch.Tensor]
@@ -43,38 +46,125 @@ def grpo(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     Shao et al. 2024 (arXiv 2402.03300), section 4.1.2, outcome supervision. A group of one sample, or of equal rewards, has
     advantage 0, exactly.
     """
-    count = torch.bincount(tokens.group).double()
-    lowest = torch.full_like(count, torch.inf).scatter_reduce(
-        0, tokens.group, tokens.reward, "amin"
-    )
-    # Seen from the group's lowest reward, equal rewards are zeros whatever their size, and so is what rounding could add.
-    above = tokens.reward - lowest[tokens.group]
-    centred = above - (torch.bincount(tokens.group, above) / count)[tokens.group]
-    variance = torch.bincount(tokens.group, centred**2) / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + 1e-9)[tokens.group])[tokens.rollout].float()
+    centred, count = _centred(tokens.reward, tokens.group)
+    variance = torch.bincount(tokens.group, centred**2)[tokens.group] / (count - 1).clamp(min=1)
+    return (centred / (variance.sqrt() + 1e-9))[tokens.rollout].float()
+
+
+@register_advantage("dr_grpo")
+def dr_grpo(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """``R_i - mean_G R``: GRPO without the division by the standard deviation, which favours prompts of little variance.
+
+    Liu et al. 2025 (arXiv 2503.20783), section 3.2; the paper's constant length normalisation is ``aggregation: constant``.
+    A group of one sample has advantage 0.
+    """
+    return _centred(tokens.reward, tokens.group)[0][tokens.rollout].float()
+
+
+@register_advantage("rloo")
+def rloo(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """``R_i`` minus the mean reward of the other samples of its group, which is ``n / (n - 1) (R_i - mean_G R)``.
+
+    REINFORCE leave-one-out: Kool et al. 2019 ("Buy 4 REINFORCE Samples, Get a Baseline for Free!"), Ahmadian et al. 2024
+    (arXiv 2402.14740). A sample alone in its group has nothing to be compared with: its advantage is 0.
+    """
+    centred, count = _centred(tokens.reward, tokens.group)
+    return (centred * count / (count - 1).clamp(min=1))[tokens.rollout].float()
+
+
+@register_advantage("reinforce_pp_baseline")
+def reinforce_pp_baseline(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """``R_i - mean_G R`` for every token of rollout i, whitened over all sampled tokens of the batch.
+
+    Hu et al. 2025 (arXiv 2501.03262), REINFORCE++ with baseline. A group of one sample enters as 0, before the whitening.
+    """
+    return _whitened(_centred(tokens.reward, tokens.group)[0][tokens.rollout]).float()
+
+
+@register_advantage("flash_reinforce")
+def flash_reinforce(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """``R_i - mean R`` over the rollouts of the whole batch, one weight each: works with one sample a prompt, has no critic.
+
+    REINFORCE with a baseline, Williams 1992 (doi 10.1007/BF00992696). Equal rewards give advantage 0, exactly. The baseline
+    knows nothing of the prompt: hard prompts are pushed down and easy ones up until many batches have averaged that out.
+    """
+    return _centred(tokens.reward, torch.zeros_like(tokens.group))[0][tokens.rollout].float()
 
 
 @register_advantage("reinforce_pp")
 def reinforce_pp(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     """REINFORCE++: discounted return of a token-level reward, whitened over all sampled tokens of the batch.
 
-    ``r_t = -kl_coef (log pi - log pi_ref)_t + R [t last]``, ``G_t = r_t + gamma G_{t+1}``, ``A = (G - mean) / std``
+    ``r_t = -kl.coef (log pi - log pi_ref)_t + R [t last]``, ``G_t = r_t + gamma G_{t+1}``, ``A = (G - mean) / std``
     (biased std, variance not below 1e-8). Hu 2025 (arXiv 2501.03262), section 3. t counts sampled tokens only, over all
     segments: a tool's answer is not a step. Raises ValueError for a KL coefficient without a reference policy.
     """
+    rewards = _token_rewards(tokens, config)
+    return _whitened(discounted_returns(rewards, tokens.rollout, config.gamma)).float()
+
+
+@register_advantage("gae")
+def gae(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """Generalised advantage estimation: ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma gae_lambda A_{t+1}``.
+
+    Schulman et al. 2016 (arXiv 1506.02438), equations 11 and 16; token rewards as in REINFORCE++, value 0 after the last
+    token. t counts sampled tokens only. Not whitened. Raises ValueError without a critic's values.
+    """
+    if tokens.values is None:
+        raise ValueError("algorithm.advantage: gae needs a critic and there is none")
+    values = tokens.values.double()
+    following = torch.where(_is_last(tokens.rollout), 0.0, values.roll(-1))
+    deltas = _token_rewards(tokens, config) + config.gamma * following - values
+    return discounted_returns(deltas, tokens.rollout, config.gamma * config.gae_lambda).float()
+
+
+@register_advantage("on_policy_distillation")
+def on_policy_distillation(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """``log pi_teacher - log pi`` token by token: the reverse KL to a teacher as an immediate reward; the task's is not used.
+
+    Agarwal et al. 2024 (arXiv 2306.13649), reverse KL on the student's own samples, by the score-function estimator; k1 is
+    the exact one as a reward (see ``kl``). Raises ValueError without a teacher.
+    """
+    if tokens.teacher_logprobs is None:
+        raise ValueError(
+            "algorithm.advantage: on_policy_distillation needs a teacher and there is none"
+        )
+    return -k1(tokens.behaviour_logprobs, tokens.teacher_logprobs)
+
+
+def _centred(reward: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reward minus its group's mean, and the group's size, both ``[R]`` float64."""
+    count = torch.bincount(group).double()
+    lowest = torch.full_like(count, torch.inf).scatter_reduce(0, group, reward, "amin")
+    # Seen from the group's lowest reward, equal rewards are zeros whatever their size, and so is what rounding could add.
+    above = reward - lowest[group]
+    return above - (torch.bincount(group, above) / count)[group], count[group]
+
+
+def _whitened(values: torch.Tensor) -> torch.Tensor:
+    """``(x - mean) / std`` over all tokens; biased std, variance not below 1e-8."""
+    deviation = values - values.mean()
+    return deviation / deviation.square().mean().clamp(min=1e-8).sqrt()
+
+
+def _is_last(rollout: torch.Tensor) -> torch.Tensor:
+    last = torch.ones(len(rollout), dtype=torch.bool)
+    last[:-1] = rollout[1:] != rollout[:-1]
+    return last
+
+
+def _token_rewards(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """``-kl.coef (log pi - log pi_ref)_t + R [t last]``, ``[N]`` float64. Raises ValueError without a reference it needs."""
     rewards = torch.zeros(len(tokens.rollout), dtype=torch.float64)
-    if config.kl_coef:
+    if config.kl.coef and config.kl.place == "reward":
         if tokens.reference_logprobs is None:
             raise ValueError(
-                "algorithm.kl_coef needs a reference policy and there is none; set it to 0"
+                "algorithm.kl needs a reference policy's log-probabilities and there are none"
             )
-        rewards -= config.kl_coef * k1(tokens.behaviour_logprobs, tokens.reference_logprobs)
-    last = torch.ones(len(tokens.rollout), dtype=torch.bool)
-    last[:-1] = tokens.rollout[1:] != tokens.rollout[:-1]
+        rewards -= config.kl.coef * k1(tokens.behaviour_logprobs, tokens.reference_logprobs)
+    last = _is_last(tokens.rollout)
     rewards[last] += tokens.reward[tokens.rollout[last]]
-    returns = discounted_returns(rewards, tokens.rollout, config.gamma)
-    deviation = returns - returns.mean()
-    return (deviation / deviation.square().mean().clamp(min=1e-8).sqrt()).float()
+    return rewards
 
 
 def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -88,8 +178,9 @@ def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: floa
     return table[column, row]
 
 
-def rollout_tokens(batch: Batch) -> RolloutTokens:
-    """The batch, flat: groups, rollouts and segments in their order."""
+def rollout_tokens(batch: Batch, frozen: Mapping[str, np.ndarray] | None = None) -> RolloutTokens:
+    """The batch, flat: groups, rollouts and segments in their order. frozen: ``[N]`` of "reference" and "teacher" each."""
+    logprobs = {f"{name}_logprobs": torch.from_numpy(v) for name, v in (frozen or {}).items()}
     rollouts = batch.rollouts
     group = [g for g, members in enumerate(batch.groups) for _ in members.rollouts]
     return RolloutTokens(
@@ -99,21 +190,17 @@ def rollout_tokens(batch: Batch) -> RolloutTokens:
         behaviour_logprobs=torch.from_numpy(
             np.concatenate([s.logprobs[s.action_mask] for r in rollouts for s in r.segments])
         ),
+        **logprobs,
     )
 
 
-def advantages(batch: Batch, config: AlgorithmConfig) -> list[np.ndarray]:
-    """One float32 array of ``action_tokens`` values for each segment, in the order of groups, rollouts and segments.
-
-    Raises ValueError where the estimator's result is not one finite number a sampled token.
-    """
-    flat = advantage_function(config.advantage)(rollout_tokens(batch), config)
-    if flat.shape != (batch.action_tokens,) or not bool(torch.isfinite(flat).all()):
+def advantages(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """``[N]`` float32 by the estimator of ``config``. Raises ValueError unless that gave one finite number a sampled token."""
+    flat = advantage_function(config.advantage)(tokens, config)
+    if flat.shape != tokens.rollout.shape or not bool(torch.isfinite(flat).all()):
         raise ValueError(
             f"algorithm.advantage: {config.advantage} returned shape {tuple(flat.shape)}, "
             f"{int((~torch.isfinite(flat)).sum())} values not finite; one finite number is due for each of "
-            f"{batch.action_tokens} sampled tokens (rewards between {min(r.reward for r in batch.rollouts)} and "
-            f"{max(r.reward for r in batch.rollouts)})"
+            f"{len(tokens.rollout)} sampled tokens (rewards between {tokens.reward.min()} and {tokens.reward.max()})"
         )
-    lengths = [segment.action_tokens for rollout in batch.rollouts for segment in rollout.segments]
-    return np.split(flat.float().numpy(), np.cumsum(lengths)[:-1])
+    return flat.float()

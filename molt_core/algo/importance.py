@@ -9,42 +9,81 @@ from collections.abc import Mapping
 
 import torch
 
-from molt_core.algo.losses import ratio
-from molt_core.config import CorrectionConfig
+from molt_core.algo.config import CorrectionConfig
+from molt_core.algo.losses import LOG_RATIO_BOUND, log_ratio, sequence_mean, sequence_sum
+
+PROBABILITY_BOUND = 1e-6
+"""Probabilities are kept this far from 0 and 1 in the binary KL divergence, which has no value there."""
 
 
 def correction(
-    proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, config: CorrectionConfig
+    proximal_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    sequence: torch.Tensor,
+    config: CorrectionConfig,
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """Weights ``[N]`` without gradient, and metrics a token.
 
-    With rho = proximal over behaviour policy, token by token: "truncate" gives min(rho, high) (truncated importance
-    sampling, Ionides 2008, doi 10.1198/106186008X320456), "clip" clamps rho to [low, high], "mask" gives rho inside
-    [low, high] and 0 outside. Level "off" gives ones. Raises ValueError for a behaviour log-probability that is not finite:
-    that is the engine's fault and not ours to hide. (A proximal one that is not finite stays visible in the loss.)
+    With rho = proximal over behaviour policy and u = ``gate_statistic``, token by token: "truncate" gives min(u, high)
+    (truncated importance sampling, Ionides 2008, doi 10.1198/106186008X320456), "clip" clamps u to [low, high], "mask" gives
+    rho, not above ``truncate_kept``, where u is inside [low, high] and 0 outside. Level "off" gives ones.
+
+    Raises ValueError for a behaviour log-probability that is not finite: that is the engine's fault and not ours to hide. (A
+    proximal one that is not finite stays visible in the loss.)
     """
     if not bool(torch.isfinite(behaviour_logprobs).all()):
         raise ValueError(
             "behaviour log-probabilities are not finite: the engine returned a token without one"
         )
-    rho = ratio(proximal_logprobs.detach(), behaviour_logprobs)
+    proximal_logprobs = proximal_logprobs.detach()
+    rho = log_ratio(proximal_logprobs, behaviour_logprobs).exp()
     if config.level == "off":
         weights, indicator = torch.ones_like(rho), {}
-    elif config.mode == "truncate":
-        weights = rho.clamp(max=config.high)
-        indicator = {"importance_truncated": rho > config.high}
     else:
-        outside = (rho > config.high) | (rho < config.low)
-        if config.mode == "clip":
-            weights, indicator = rho.clamp(config.low, config.high), {"importance_clipped": outside}
+        u = gate_statistic(proximal_logprobs, behaviour_logprobs, sequence, config)
+        above, outside = u > config.high, (u > config.high) | (u < config.low)
+        if config.mode == "truncate":
+            weights, indicator = u.clamp(max=config.high), {"importance_truncated": above}
+        elif config.mode == "clip":
+            weights, indicator = u.clamp(config.low, config.high), {"importance_clipped": outside}
         else:
-            weights, indicator = torch.where(outside, 0.0, rho), {"importance_masked": outside}
+            kept = rho if config.truncate_kept is None else rho.clamp(max=config.truncate_kept)
+            weights, indicator = torch.where(outside, 0.0, kept), {"importance_masked": outside}
     return weights, {
         "importance_ratio": rho,
         "importance_weight": weights,
         "importance_weight_squared": weights.square(),
         **indicator,
     }
+
+
+def gate_statistic(
+    proximal_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    sequence: torch.Tensor,
+    config: CorrectionConfig,
+) -> torch.Tensor:
+    """What is compared with the bounds, ``[N]``, equal for all tokens of a rollout where the level is not "token".
+
+    Gate "ratio": rho of the token, the product of rho over the rollout ("sequence"), or its geometric mean ("geometric").
+    Gates "tv" and "binary_kl": divergence of the two policies reduced to "this token or another", with probabilities p
+    (behaviour) and q (proximal): |p - q| and p log(p/q) + (1-p) log((1-p)/(1-q)), of the token or its mean over the rollout
+    ("sequence"). Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", binary approximation.
+    """
+    if config.gate == "ratio":
+        logs = log_ratio(proximal_logprobs, behaviour_logprobs)
+        if config.level == "sequence":
+            logs = sequence_sum(logs, sequence).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        elif config.level == "geometric":
+            logs = sequence_mean(logs, sequence)
+        return logs.exp()
+    p, q = behaviour_logprobs.exp(), proximal_logprobs.exp()
+    if config.gate == "tv":
+        divergence = (p - q).abs()
+    else:
+        p, q = (x.clamp(PROBABILITY_BOUND, 1 - PROBABILITY_BOUND) for x in (p, q))
+        divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    return sequence_mean(divergence, sequence) if config.level == "sequence" else divergence
 
 
 def effective_sample_fraction(weight_sum: float, square_sum: float, count: int) -> float:

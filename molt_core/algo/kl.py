@@ -2,13 +2,27 @@
 divergence", joschu.net/blog/kl-approx.html).
 
 All take log-probabilities ``[N]`` of tokens sampled from the policy ``logprobs`` and estimate, token by token, in nats,
-``KL(policy || base)``. As a *metric* k1 and k3 are unbiased and k3 has the smaller variance. As a *loss term* only the gradient
-of k2 points the right way under on-policy samples; k1's expected gradient is zero. As a *reward* k1 is the exact one.
+``KL(policy || base)``. What each is good for (E over samples of the policy):
+
+    as a      k1                     k2                            k3
+    metric    unbiased               biased (second order)         unbiased, smaller variance than k1
+    reward    exact gradient         biased: refused               biased: refused
+    loss      E gradient 0: refused  exact gradient of             exact gradient of KL(base || policy), the other
+                                     KL(policy || base)            direction (Shao et al. 2024, arXiv 2402.03300, eq. 4)
+
+A reward is not differentiated; k2 and k3 lack the gradient of their own dependence on the policy there. The loss against a
+*reference* policy is multiplied by the importance correction, as the expectation is over the policy and not over the sampler.
+
+Against the *behaviour* policy tokens come from a fixed policy and the base is trained: ``estimator(behaviour, policy)``
+estimates ``KL(behaviour || policy)`` from its own samples, k3's gradient is exact, k2's exact to first order in the log ratio,
+and minimising k1 would raise the divergence. No correction belongs there.
 """
 
 from __future__ import annotations
 
 import torch
+
+from molt_core.algo.losses import log_ratio
 
 
 def k1(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -22,6 +36,14 @@ def k2(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def k3(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """``r - 1 - log r`` with ``r = base / pi``: unbiased, never negative."""
-    log_ratio = base - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    """``r - 1 - log r`` with ``r = base / pi``, its logarithm bounded: unbiased, never negative, always finite."""
+    log_r = log_ratio(base, logprobs)
+    return torch.expm1(log_r) - log_r
+
+
+def kl_loss(
+    estimator: str, logprobs: torch.Tensor, base: torch.Tensor, sampled_from_base: bool
+) -> torch.Tensor:
+    """The penalty a token, ``[N]``, with gradient in ``logprobs``; ``sampled_from_base``: the base is the behaviour policy."""
+    term = {"k2": k2, "k3": k3}[estimator]
+    return term(base, logprobs) if sampled_from_base else term(logprobs, base)

@@ -1,7 +1,7 @@
 """Policy losses: pure functions from sampled tokens to a loss each. No padding, no mask: only sampled tokens come here.
 
-A loss returns its value a token and indicators a token (averaged over tokens into metrics of the same name). The sum over the
-global batch divided by one denominator, the importance correction and backward are the trainer's business.
+A loss returns its value a token and indicators a token (averaged over tokens into metrics of the same name). The weights of
+the tokens in the global batch, the importance correction and backward are the trainer's business.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.registry import Registry
-from molt_core.config import AlgorithmConfig
 
 LOG_RATIO_BOUND = 30.0
 """Log ratios are clamped to +-30 before exponentiation: e^30 is finite in float32 and far beyond any clip."""
@@ -20,12 +20,14 @@ LOG_RATIO_BOUND = 30.0
 
 @dataclass(frozen=True)
 class LossTokens:
-    """N sampled tokens. logprobs ``[N]`` with gradient; proximal_logprobs, behaviour_logprobs, advantages ``[N]`` without."""
+    """N sampled tokens. logprobs ``[N]`` with gradient; proximal_logprobs, behaviour_logprobs, advantages ``[N]`` without;
+    sequence ``[N]`` int64, which rollout a token belongs to: the tokens of all its segments are here, or none of them."""
 
     logprobs: torch.Tensor
     proximal_logprobs: torch.Tensor
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
+    sequence: torch.Tensor
 
 
 Loss = Callable[[LossTokens, AlgorithmConfig], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
@@ -34,21 +36,84 @@ register_loss = _LOSSES.register
 loss_function = _LOSSES.__getitem__
 
 
+def log_ratio(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """logprobs - base, clamped to +-``LOG_RATIO_BOUND``."""
+    return (logprobs - base).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
 def ratio(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """exp(logprobs - base), the log ratio clamped to +-``LOG_RATIO_BOUND``."""
-    return (logprobs - base).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    """exp of ``log_ratio``."""
+    return log_ratio(logprobs, base).exp()
+
+
+def sequence_sum(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """For each token the sum of ``values`` over the tokens of its sequence, ``[N]``."""
+    count = int(sequence.max()) + 1 if len(sequence) else 0
+    return values.new_zeros(count).index_add(0, sequence, values)[sequence]
+
+
+def sequence_mean(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """For each token the mean of ``values`` over the tokens of its sequence, ``[N]``."""
+    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
 
 
 @register_loss("clipped")
 def clipped(
     tokens: LossTokens, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """PPO's clipped surrogate, with the asymmetric clip of DAPO.
+    """PPO's clipped surrogate, with the asymmetric clip of DAPO and, where ``dual_clip`` c is set, the dual clip.
 
-    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r = policy over proximal policy. Schulman et al. 2017
-    (arXiv 1707.06347), equation 7; asymmetric bounds: Yu et al. 2025 (arXiv 2503.14476), equation 10.
+    ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r = policy over proximal policy; for A < 0 not above ``-c A``.
+    Schulman et al. 2017 (arXiv 1707.06347), equation 7; asymmetric bounds: Yu et al. 2025 (arXiv 2503.14476), equation 10;
+    dual clip: Ye et al. 2020 (arXiv 1912.09729), "dual-clip PPO".
     """
-    r = ratio(tokens.logprobs, tokens.proximal_logprobs)
+    loss, metrics = _clipped_surrogate(
+        ratio(tokens.logprobs, tokens.proximal_logprobs), tokens, config
+    )
+    if config.dual_clip is None:
+        return loss, metrics
+    ceiling = torch.where(tokens.advantages < 0, -config.dual_clip * tokens.advantages, torch.inf)
+    return torch.minimum(loss, ceiling), {**metrics, "dual_clipped": loss > ceiling}
+
+
+@register_loss("gspo")
+def gspo(
+    tokens: LossTokens, config: AlgorithmConfig
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The clipped surrogate of one ratio a rollout, ``s = exp(mean_t log r_t)``, the geometric mean of its token ratios.
+
+    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`` for each token. Zheng et al. 2025 (arXiv 2507.18071), equations 5
+    and 7; with ``aggregation: sequence_mean`` the sum over tokens is equation 5 itself. The mean runs over all segments.
+    """
+    logs = log_ratio(tokens.logprobs, tokens.proximal_logprobs)
+    return _clipped_surrogate(sequence_mean(logs, tokens.sequence).exp(), tokens, config)
+
+
+def _clipped_surrogate(
+    r: torch.Tensor, tokens: LossTokens, config: AlgorithmConfig
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     plain = r * tokens.advantages
     bounded = r.clamp(1 - config.clip_low, 1 + config.clip_high) * tokens.advantages
     return -torch.minimum(plain, bounded), {"clipped": bounded < plain}
+
+
+@register_loss("cispo")
+def cispo(
+    tokens: LossTokens, config: AlgorithmConfig
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The policy gradient under a bounded importance weight: no token's gradient is cut off.
+
+    ``-min(r, 1 + clip_high) A log pi``, the weight without gradient. MiniMax 2025 (arXiv 2506.13585), equations 4 and 5,
+    without a lower bound as in the runs of that paper: ``clip_low`` is not used.
+    """
+    r = ratio(tokens.logprobs.detach(), tokens.proximal_logprobs)
+    bound = 1 + config.clip_high
+    return -r.clamp(max=bound) * tokens.advantages * tokens.logprobs, {"clipped": r > bound}
+
+
+@register_loss("policy_gradient")
+def policy_gradient(
+    tokens: LossTokens, config: AlgorithmConfig
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """``-A log pi``. Williams 1992 (doi 10.1007/BF00992696), REINFORCE. No ratio: off-policy data is the correction's part."""
+    return -tokens.advantages * tokens.logprobs, {}

@@ -10,6 +10,7 @@ Every method is called on every rank, in the same order: all of them may be coll
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -54,15 +55,19 @@ class TrainBackend(Protocol):
         ...
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Accumulate the gradient of ``loss`` (this rank's sum over the global denominator).
+        """Accumulate the gradient of ``loss`` (this rank's part of the weighted sum).
 
         After ``is_last`` each gradient is the SUM over the data ranks, not their mean. With micro-batches left to come,
         synchronisation may be put off.
         """
         ...
 
-    def optimizer_step(self) -> float:
-        """Clip to the global norm, step AdamW and the schedule, clear gradients; returns the norm before clipping."""
+    def optimizer_step(self, apply: bool = True) -> float:
+        """Clip to the global norm, step AdamW and the schedule, clear gradients; returns the norm before clipping.
+
+        Where ``apply`` is False, or the norm is 0 or not finite (see ``can_step``), gradients are cleared and nothing else
+        changes: no weight, no moment of the optimiser, no place in the schedule.
+        """
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,6 +87,11 @@ class TrainBackend(Protocol):
     def load(self, folder: Path) -> None:
         """Take over what ``save`` wrote: on the same layout the next step is the same, bit for bit."""
         ...
+
+
+def can_step(norm: float) -> bool:
+    """Whether a gradient of this global norm is stepped on. A zero one would still move weights, by momentum and decay."""
+    return math.isfinite(norm) and norm > 0
 
 
 def backend_class(name: str) -> type[TrainBackend]:

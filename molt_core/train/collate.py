@@ -60,7 +60,8 @@ def collate(
 ) -> MicroBatch:
     """Pad ``rows`` on the right to one length (a multiple of ``pad_to``).
 
-    advantages: one array of ``action_tokens`` values a row, zeros where None. merge_size: patches a side that become one token.
+    advantages: arrays that together hold the ``action_tokens`` values of all rows, in order; zeros where None. merge_size:
+    patches a side that become one token.
     """
     length = max(len(row.token_ids) for row in rows)
     length += -length % pad_to

@@ -1,7 +1,7 @@
 """The FSDP2 backend: a transformers model, sharded with ``fully_shard``, stepped with AdamW.
 
 Each decoder layer and vision block is one sharding unit, the rest (embedding, norms, output layer) the root's. Gradients are
-summed, not averaged, over the ranks, because the loss is divided by the global denominator already. Weights, optimiser state
+summed, not averaged, over the ranks, because the loss is a sum of weighted tokens already. Weights, optimiser state
 and reductions are float32; the forward pass computes in ``model.dtype``, which is also what the engine receives.
 """
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
+from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor
@@ -107,13 +108,14 @@ class FSDP2Backend:
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, apply: bool = True) -> float:
         norm = nn.utils.clip_grad_norm_(self.root.parameters(), self.clip_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self.optimizer.step()
-        self.schedule.step()
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if apply and can_step(norm):
+            self.optimizer.step()
+            self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

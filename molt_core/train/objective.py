@@ -1,7 +1,7 @@
-"""From log-probabilities to a gradient, the same for every backend: correction, loss, one denominator.
+"""From log-probabilities to a gradient, the same for every backend: correction, loss, penalties, one weighted sum.
 
-A rank calls ``forward_backward`` with its share of the rows. What it returns are sums over its action tokens; divided by the
-global denominator after adding up the ranks they are the step's metrics, whatever the layout was.
+A rank calls ``forward_backward`` with its share of the rollouts. What it returns are sums over its action tokens; divided by
+the number of tokens after adding up the ranks they are the step's metrics, whatever the layout was.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from molt_core.algo.aggregation import WeightedRollout
+from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.importance import correction
-from molt_core.algo.kl import k3
+from molt_core.algo.kl import k3, kl_loss
 from molt_core.algo.losses import LossTokens, loss_function
-from molt_core.config import AlgorithmConfig
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution
@@ -24,43 +25,72 @@ from molt_core.types import NOT_SAMPLED, Trajectory
 
 def forward_backward(
     backend: TrainBackend,
-    micro_batches: Sequence[tuple[Sequence[Trajectory], Sequence[np.ndarray]]],
+    micro_batches: Sequence[Sequence[WeightedRollout]],
     *,
     algorithm: AlgorithmConfig,
     distribution: ActionDistribution,
-    denominator: int,
 ) -> dict[str, float]:
-    """Accumulate the gradient of this rank's micro-batches (rows and their advantages). Every rank passes equally many.
+    """Accumulate the gradient of this rank's micro-batches. Every rank passes equally many.
 
-    Returns this rank's sums: ``tokens``, ``tokens_forward``, ``loss`` (already over the denominator) and, per action token,
-    ``entropy``, ``kl`` (k3 of behaviour to current policy) and the loss's and correction's indicators.
+    Returns this rank's sums: ``tokens``, ``tokens_forward``, ``tokens_kept`` (of importance weight other than 0), ``loss``
+    (weighted: its sum is what is stepped on) and, per action token and unweighted, ``entropy``, ``kl`` (k3 of behaviour to
+    current policy), ``kl_reference`` where there is one, and the loss's and the correction's indicators.
     """
     loss_of = loss_function(algorithm.loss)
-    sums: dict[str, float] = {"tokens": 0, "tokens_forward": 0, "loss": 0.0}
-    for number, (rows, advantages) in enumerate(micro_batches):
-        batch = collate(rows, advantages)
+    sums: dict[str, float] = dict.fromkeys(("tokens", "tokens_forward", "tokens_kept", "loss"), 0)
+    for number, rollouts in enumerate(micro_batches):
+        rows = [segment for rollout in rollouts for segment in rollout.segments]
+        batch = collate(rows, [rollout.advantages for rollout in rollouts])
         logprobs, entropy = backend.action_logprobs(batch, distribution)
         batch = batch.to(logprobs.device)
+        weights = _flat(rollouts, "weights").to(logprobs.device)
+        counts = torch.tensor([len(rollout.weights) for rollout in rollouts])
+        sequence = torch.repeat_interleave(counts).to(logprobs.device)
         behaviour = batch.behaviour_logprobs
         proximal = logprobs.detach() if algorithm.proximal == "current" else behaviour
-        weights, correction_metrics = correction(proximal, behaviour, algorithm.correction)
-        per_token, loss_metrics = loss_of(
-            LossTokens(logprobs, proximal, behaviour, batch.advantages), algorithm
+        importance, correction_metrics = correction(
+            proximal, behaviour, sequence, algorithm.correction
         )
-        loss = (per_token * weights).sum() / denominator
+        per_token, loss_metrics = loss_of(
+            LossTokens(logprobs, proximal, behaviour, batch.advantages, sequence), algorithm
+        )
+        per_token = per_token * importance
+        metrics = {"entropy": entropy.detach(), "kl": k3(behaviour, logprobs.detach())}
+        penalty, reference = algorithm.kl, None
+        if rollouts[0].reference_logprobs is not None:
+            reference = _flat(rollouts, "reference_logprobs").to(logprobs.device)
+            metrics["kl_reference"] = k3(logprobs.detach(), reference) * importance
+        if penalty.coef and penalty.place == "loss":
+            if penalty.base == "reference":
+                kl = kl_loss(penalty.estimator, logprobs, reference, False) * importance
+            else:
+                kl = kl_loss(penalty.estimator, logprobs, behaviour, True)
+            per_token = per_token + penalty.coef * kl
+        if algorithm.entropy_coef:
+            per_token = per_token - algorithm.entropy_coef * entropy
+        loss = (per_token * weights).sum()
         backend.backward(loss, is_last=number == len(micro_batches) - 1)
-        per_token_metrics = {
-            "entropy": entropy.detach(),
-            "kl": k3(behaviour, logprobs.detach()),
-            **correction_metrics,
-            **loss_metrics,
-        }
+        metrics |= {**correction_metrics, **loss_metrics}
         sums["tokens"] += len(batch.action_ids)
         sums["tokens_forward"] += batch.tokens_forward
+        sums["tokens_kept"] += int((importance != 0).sum())
         sums["loss"] += float(loss.detach())
-        for name, values in per_token_metrics.items():
+        for name, values in metrics.items():
             sums[name] = sums.get(name, 0.0) + float(values.double().sum())
     return sums
+
+
+def _flat(rollouts: Sequence[WeightedRollout], field: str) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([getattr(rollout, field) for rollout in rollouts]))
+
+
+@torch.no_grad()
+def row_logprobs(
+    backend: TrainBackend, rows: Sequence[Trajectory], distribution: ActionDistribution
+) -> list[np.ndarray]:
+    """Log-probabilities of each row's sampled tokens, ``[action_tokens]`` float32 a row."""
+    logprobs, _ = backend.action_logprobs(collate(rows), distribution)
+    return np.split(logprobs.cpu().numpy(), np.cumsum([row.action_tokens for row in rows])[:-1])
 
 
 @torch.no_grad()
@@ -98,26 +128,55 @@ def without_actions(row: Trajectory) -> Trajectory:
     )
 
 
-def split_rows(
-    lengths: Sequence[int], data_size: int, micro_batch_rows: int
-) -> list[list[list[int]]]:
-    """Row indices by rank and micro-batch: ``out[rank][micro_batch]``; every rank has equally many micro-batches.
+def shares(
+    rollouts: Sequence[WeightedRollout], data_size: int, micro_batch_rows: int
+) -> list[list[list[WeightedRollout]]]:
+    """The micro-batches of each rank, equally many and none empty: context without a sampled token fills up a short share."""
+    first, nothing = rollouts[0], np.zeros(0, np.float32)
+    filler = WeightedRollout(
+        (without_actions(first.segments[0]),),
+        nothing,
+        nothing,
+        None if first.reference_logprobs is None else nothing,
+    )
+    split = split_rows(
+        [rollout.tokens_forward for rollout in rollouts],
+        data_size,
+        micro_batch_rows,
+        [len(rollout.segments) for rollout in rollouts],
+    )
+    return [[[rollouts[i] for i in part] or [filler] for part in share] for share in split]
 
-    Longest row first to the rank with the fewest tokens and a place left, then micro-batches of rows of similar length. No
-    row is dropped or repeated; a micro-batch may be empty.
+
+def split_rows(
+    lengths: Sequence[int], data_size: int, micro_batch_rows: int, rows: Sequence[int] | None = None
+) -> list[list[list[int]]]:
+    """Indices of units by rank and micro-batch: ``out[rank][micro_batch]``; every rank has equally many micro-batches.
+
+    A unit is a rollout of ``lengths`` tokens in ``rows`` rows (one each, where not given). Longest first to the rank with the
+    fewest tokens and a place left, then micro-batches of similar length of at most ``micro_batch_rows`` rows, or of one unit
+    with more. No unit is split, dropped or repeated; a micro-batch may be empty.
     """
+    rows = [1] * len(lengths) if rows is None else rows
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    shares: list[list[int]] = [[] for _ in range(data_size)]
+    ranks: list[list[int]] = [[] for _ in range(data_size)]
     tokens = [0] * data_size
     capacity = -(-len(lengths) // data_size)
     for index in order:
         rank = min(
-            (r for r in range(data_size) if len(shares[r]) < capacity), key=lambda r: (tokens[r], r)
+            (r for r in range(data_size) if len(ranks[r]) < capacity), key=lambda r: (tokens[r], r)
         )
-        shares[rank].append(index)
+        ranks[rank].append(index)
         tokens[rank] += lengths[index]
-    count = max(1, -(-capacity // micro_batch_rows))
-    return [
-        [share[m * micro_batch_rows : (m + 1) * micro_batch_rows] for m in range(count)]
-        for share in shares
-    ]
+    split = [_micro_batches(share, rows, micro_batch_rows) for share in ranks]
+    count = max(map(len, split))
+    return [share + [[] for _ in range(count - len(share))] for share in split]
+
+
+def _micro_batches(share: Sequence[int], rows: Sequence[int], most: int) -> list[list[int]]:
+    out: list[list[int]] = [[]]
+    for index in share:
+        if out[-1] and sum(rows[i] for i in out[-1]) + rows[index] > most:
+            out.append([])
+        out[-1].append(index)
+    return out

@@ -7,6 +7,7 @@ refit group to the engines.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,22 @@ import ray
 import torch
 import torch.distributed as dist
 
+from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig
 from molt_core.models.layout import to_published
 from molt_core.models.load import atomic_folder, excluded_token_ids, save_policy
 from molt_core.rollout import refit
-from molt_core.train.backend import backend_class
+from molt_core.train.backend import TrainBackend, backend_class, can_step
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.train.objective import forward_backward, score, split_rows, without_actions
+from molt_core.train.objective import (
+    forward_backward,
+    row_logprobs,
+    score,
+    shares,
+    split_rows,
+    without_actions,
+)
 from molt_core.types import Trajectory
 
 TIMEOUT_S = 120.0
@@ -35,15 +44,17 @@ TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest wait for a peer in a collective of the trainer; loading a large checkpoint is in it."""
 
-MicroBatches = Sequence[tuple[Sequence[Trajectory], Sequence[np.ndarray]]]
-
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimiser step. ``sums`` over all action tokens of the batch (see ``objective.forward_backward``)."""
+    """One optimiser step. ``sums`` over all action tokens of the batch (see ``objective.forward_backward``).
+
+    stepped: False where the optimiser was left alone, because loss or gradient norm is not finite or nothing was kept.
+    """
 
     sums: Mapping[str, float]
     grad_norm: float
+    stepped: bool
     forward_backward_s: float
     optimizer_s: float
     started: float
@@ -85,34 +96,60 @@ class TrainerRank:
             world_size=trainer.world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        self.backend = backend_class(trainer.backend)(
-            self.checkpoint,
-            self.config.model,
-            self.config.optimizer,
-            trainer,
-            self.config.loop.steps,
-        )
+        self.backend = self._backend(self.checkpoint)
         self.distribution = ActionDistribution(
             self.config.rollout.sampling.temperature,
             torch.tensor(
                 excluded_token_ids(self.checkpoint), dtype=torch.long, device=trainer.device
             ),
         )
+        self.frozen = {name: self._frozen(name) for name in self.config.algorithm.frozen_policies}
         return self.backend.data_rank, self.backend.data_size
 
-    def step(self, micro_batches: MicroBatches, denominator: int) -> StepResult:
+    def _backend(self, checkpoint: Path) -> TrainBackend:
+        config = self.config
+        return backend_class(config.trainer.backend)(
+            checkpoint, config.model, config.optimizer, config.trainer, config.loop.steps
+        )
+
+    def _frozen(self, name: str) -> TrainBackend:
+        """A policy that is scored and never stepped, in the trainer's own layout: weights of the same size again."""
+        teacher = self.config.algorithm.teacher
+        return self._backend(self.checkpoint if name == "reference" else Path(teacher))
+
+    def step(self, micro_batches: Sequence[Sequence[WeightedRollout]]) -> StepResult:
         started = time.time()
         sums = forward_backward(
             self.backend,
             micro_batches,
             algorithm=self.config.algorithm,
             distribution=self.distribution,
-            denominator=denominator,
         )
         middle = time.time()
-        norm = self.backend.optimizer_step()
+        apply = self._worth_a_step(sums["loss"], sums["tokens_kept"])
+        norm = self.backend.optimizer_step(apply)
         ended = time.time()
-        return StepResult(sums, norm, middle - started, ended - middle, started, ended)
+        stepped = apply and can_step(norm)
+        return StepResult(sums, norm, stepped, middle - started, ended - middle, started, ended)
+
+    def _worth_a_step(self, loss: float, kept: float) -> bool:
+        """Whether the loss is finite on every rank and the correction kept a token on some. Collective: all ranks agree."""
+        total = torch.tensor([loss, kept], dtype=torch.float64, device=self.config.trainer.device)
+        dist.all_reduce(total)
+        return math.isfinite(total[0]) and bool(total[1] > 0)
+
+    def frozen_logprobs(
+        self, micro_batches: Sequence[Sequence[Trajectory]]
+    ) -> dict[str, list[np.ndarray]]:
+        """By frozen policy, of every row of the micro-batches in order: its sampled tokens' log-probabilities."""
+        return {
+            name: [
+                values
+                for rows in micro_batches
+                for values in row_logprobs(policy, rows, self.distribution)
+            ]
+            for name, policy in self.frozen.items()
+        }
 
     def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
         batch, logprobs, tied = score(
@@ -209,34 +246,11 @@ class TrainerGroup:
         group.data_size = places[0][1]
         return group
 
-    def _shares(self, rows: Sequence[Trajectory], advantages: Sequence[np.ndarray]) -> list[Any]:
-        split = split_rows(
-            [len(row.token_ids) for row in rows],
-            self.data_size,
-            self.config.trainer.micro_batch_rows,
-        )
-        filler = ([without_actions(rows[0])], [np.zeros(0, np.float32)])
-        return [
-            ray.put(
-                [
-                    ([rows[i] for i in indices], [advantages[i] for i in indices])
-                    if indices
-                    else filler
-                    for indices in share
-                ]
-            )
-            for share in split
-        ]
-
-    async def step(
-        self, rows: Sequence[Trajectory], advantages: Sequence[np.ndarray], denominator: int
-    ) -> StepResult:
-        shares = self._shares(rows, advantages)
+    async def step(self, rollouts: Sequence[WeightedRollout]) -> StepResult:
+        split = shares(rollouts, self.data_size, self.config.trainer.micro_batch_rows)
+        stored = [ray.put(micro_batches) for micro_batches in split]
         results: list[StepResult] = await asyncio.gather(
-            *(
-                rank.step.remote(shares[d], denominator)
-                for rank, d in zip(self.ranks, self.data_ranks)
-            )
+            *(rank.step.remote(stored[d]) for rank, d in zip(self.ranks, self.data_ranks))
         )
         sums: dict[str, float] = {}
         for _, result in sorted(dict(zip(self.data_ranks, results)).items()):
@@ -245,19 +259,51 @@ class TrainerGroup:
         return StepResult(
             sums,
             results[0].grad_norm,
+            results[0].stepped,
             max(r.forward_backward_s for r in results),
             max(r.optimizer_s for r in results),
             min(r.started for r in results),
             max(r.ended for r in results),
         )
 
+    async def frozen_logprobs(self, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+        """Log-probabilities ``[N]`` of the rows' sampled tokens, in order, by each of ``algorithm.frozen_policies``."""
+        names = self.config.algorithm.frozen_policies
+        if not names:
+            return {}
+        split = split_rows(
+            [len(row.token_ids) for row in rows],
+            self.data_size,
+            self.config.trainer.micro_batch_rows,
+        )
+        stored = [
+            ray.put([[rows[i] for i in part] or [without_actions(rows[0])] for part in share])
+            for share in split
+        ]
+        results = await asyncio.gather(
+            *(
+                rank.frozen_logprobs.remote(stored[d])
+                for rank, d in zip(self.ranks, self.data_ranks)
+            )
+        )
+        by_share = dict(zip(self.data_ranks, results))
+        flat: dict[str, np.ndarray] = {}
+        for name in names:
+            of_row: dict[int, np.ndarray] = {}
+            for d, share in enumerate(split):
+                # A filler row stands where a micro-batch is empty.
+                places = [i for part in share for i in (part or [-1])]
+                of_row |= dict(zip(places, by_share[d][name], strict=True))
+            flat[name] = np.concatenate([of_row[i] for i in range(len(rows))])
+        return flat
+
     async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
         split = split_rows([len(row.token_ids) for row in rows], self.data_size, len(rows))
-        shares = [
+        stored = [
             ray.put([rows[i] for i in share[0]] or [without_actions(rows[0])]) for share in split
         ]
         results = await asyncio.gather(
-            *(rank.score.remote(shares[d]) for rank, d in zip(self.ranks, self.data_ranks))
+            *(rank.score.remote(stored[d]) for rank, d in zip(self.ranks, self.data_ranks))
         )
         distinct = dict(zip(self.data_ranks, results)).values()
         return ProbeResult(

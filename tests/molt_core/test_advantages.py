@@ -17,11 +17,13 @@ from molt_core.algo.advantages import (
     reinforce_pp,
     rollout_tokens,
 )
-from molt_core.config import AlgorithmConfig
+from molt_core.algo.aggregation import weighted_rollouts
+from molt_core.algo.config import AlgorithmConfig, KLConfig
 from molt_core.types import Batch, Group, Rollout
 from tests.molt_core.make import group, trajectory
 
 CONFIG = AlgorithmConfig()
+KL_REWARD = KLConfig(coef=0.1, place="reward", estimator="k1")
 
 
 def tokens(rewards, groups, lengths, behaviour=None, reference=None) -> RolloutTokens:
@@ -112,17 +114,17 @@ def test_reinforce_pp_discounts_the_last_token_s_reward_and_whitens_over_the_bat
 
 
 def test_reinforce_pp_pays_the_kl_to_the_reference_token_by_token():
-    # kl_coef 0.1, gamma 1. log pi - log ref: 1, -2 | 0. Token rewards -0.1, 0.2 + 1 | 0: returns 1.1, 1.2 | 0.
+    # kl.coef 0.1, gamma 1. log pi - log ref: 1, -2 | 0. Token rewards -0.1, 0.2 + 1 | 0: returns 1.1, 1.2 | 0.
     # Mean 2.3 / 3, biased variance (1.21 + 1.44) / 3 - (2.3 / 3)^2 = 0.2955556.
-    config = AlgorithmConfig(advantage="reinforce_pp", kl_coef=0.1)
+    config = AlgorithmConfig(advantage="reinforce_pp", kl=KL_REWARD)
     given_tokens = tokens([1, 0], [0, 1], [2, 1], [-1.0, -3.0, -0.5], [-2.0, -1.0, -0.5])
     expected = [(g - 2.3 / 3) / 0.2955556**0.5 for g in (1.1, 1.2, 0.0)]
     assert reinforce_pp(given_tokens, config).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_reinforce_pp_refuses_a_kl_without_a_reference():
-    config = AlgorithmConfig(advantage="reinforce_pp", kl_coef=0.1)
-    with pytest.raises(ValueError, match=r"algorithm\.kl_coef needs a reference policy"):
+    config = AlgorithmConfig(advantage="reinforce_pp", kl=KL_REWARD)
+    with pytest.raises(ValueError, match="algorithm.kl needs a reference policy"):
         reinforce_pp(tokens([1], [0], [1]), config)
 
 
@@ -168,16 +170,16 @@ def test_a_batch_flattens_in_the_order_of_groups_rollouts_and_segments():
 
 def test_segments_of_a_rollout_share_its_one_reward_and_one_weight():
     # Counted by segments, group 0 would hold rewards 1, 1, 0. By rollouts: 1, 0: mean 1/2, sample std sqrt(1/2).
-    out = advantages(two_segment_batch(), CONFIG)
-    expected = [[0.7071068] * 2, [0.7071068], [-0.7071068] * 3, [0.0]]
-    assert [part.tolist() for part in out] == [pytest.approx(part, abs=1e-6) for part in expected]
+    out = weighted_rollouts(two_segment_batch(), CONFIG)
+    expected = [[0.7071068] * 3, [-0.7071068] * 3, [0.0]]
+    assert [r.advantages.tolist() for r in out] == [pytest.approx(a, abs=1e-6) for a in expected]
 
 
 def test_a_group_with_a_lost_member_is_compared_with_those_left():
     whole = group(0, rewards=(0.0, 1.0, 2.0))
     left = replace(whole, rollouts=whole.rollouts[:2])
-    out = advantages(Batch((left,), 0), CONFIG)
-    assert [part[0] for part in out] == pytest.approx([-0.7071068, 0.7071068], abs=1e-6)
+    out = weighted_rollouts(Batch((left,), 0), CONFIG)
+    assert [r.advantages[0] for r in out] == pytest.approx([-0.7071068, 0.7071068], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +189,4 @@ def test_a_wrong_result_of_an_estimator_is_refused_by_name(wrong):
     name = f"wrong_{id(wrong)}"
     register_advantage(name)(lambda tokens, config: wrong(len(tokens.rollout)))
     with pytest.raises(ValueError, match=f"{name} returned .* 7 sampled tokens"):
-        advantages(two_segment_batch(), AlgorithmConfig(advantage=name))
+        advantages(rollout_tokens(two_segment_batch()), AlgorithmConfig(advantage=name))

@@ -32,10 +32,6 @@ def test_a_group_baseline_of_one_sample_is_refused():
     refused({"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt to 2 or more")
 
 
-def test_a_kl_penalty_without_a_reference_policy_is_refused():
-    refused({"algorithm": {"kl_coef": 0.1}}, "needs a reference policy")
-
-
 @pytest.mark.parametrize("model", [{}, {"builtin": "tiny-qwen3-vl-moe", "path": "folder"}])
 def test_a_model_has_one_source(model):
     refused({"model": model}, "exactly one of model.builtin and model.path")

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.kl import k1, k2, k3
 from molt_core.algo.losses import LossTokens, clipped
-from molt_core.config import AlgorithmConfig
 
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.5)
 
@@ -18,7 +18,8 @@ def loss_tokens(ratios, advantages, requires_grad=False) -> LossTokens:
     logprobs = torch.tensor(ratios, dtype=torch.float64).log() - 1
     base = torch.full_like(logprobs, -1)
     advantages = torch.tensor(advantages, dtype=torch.float64)
-    return LossTokens(logprobs.requires_grad_(requires_grad), base, base, advantages)
+    each = torch.arange(len(ratios))
+    return LossTokens(logprobs.requires_grad_(requires_grad), base, base, advantages, each)
 
 
 def test_clip_is_asymmetric_and_pessimistic():
@@ -46,7 +47,8 @@ def test_gradient_is_minus_r_times_advantage_and_zero_where_clipped():
 def test_at_ratio_one_the_gradient_is_the_policy_gradient():
     logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
     advantages = torch.tensor([0.7, -1.3])
-    tokens = LossTokens(logprobs, logprobs.detach(), logprobs.detach(), advantages)
+    fixed = logprobs.detach()
+    tokens = LossTokens(logprobs, fixed, fixed, advantages, torch.arange(2))
     clipped(tokens, CONFIG)[0].sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.7, 1.3])
 
@@ -56,7 +58,8 @@ def test_gradient_matches_finite_differences():
     logprobs = (base + torch.tensor([0.1, 0.9, -0.9, -0.1])).requires_grad_()
     advantages = torch.tensor([1.0, -2.0, 0.5, -1.0], dtype=torch.float64)
     torch.autograd.gradcheck(
-        lambda x: clipped(LossTokens(x, base, base, advantages), CONFIG)[0], (logprobs,)
+        lambda x: clipped(LossTokens(x, base, base, advantages, torch.arange(4)), CONFIG)[0],
+        (logprobs,),
     )
 
 
@@ -68,7 +71,8 @@ def test_gradient_matches_finite_differences():
 def test_extreme_ratios_leave_loss_and_gradient_finite(logprobs, base, advantage):
     x = torch.tensor(logprobs, requires_grad=True)
     fixed = torch.full_like(x, base).detach()
-    loss, _ = clipped(LossTokens(x, fixed, fixed, torch.full_like(fixed, advantage)), CONFIG)
+    each = torch.arange(len(logprobs))
+    loss, _ = clipped(LossTokens(x, fixed, fixed, torch.full_like(fixed, advantage), each), CONFIG)
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(x.grad).all()
 
@@ -76,7 +80,7 @@ def test_extreme_ratios_leave_loss_and_gradient_finite(logprobs, base, advantage
 @given(seed=st.integers(0, 99))
 def test_tokens_do_not_influence_each_other(seed):
     generator = torch.Generator().manual_seed(seed)
-    fields = [torch.randn(6, generator=generator) for _ in range(4)]
+    fields = [torch.randn(6, generator=generator) for _ in range(4)] + [torch.arange(6)]
     order = torch.randperm(6, generator=generator)
     straight, _ = clipped(LossTokens(*fields), CONFIG)
     shuffled, _ = clipped(LossTokens(*(field[order] for field in fields)), CONFIG)
@@ -84,7 +88,7 @@ def test_tokens_do_not_influence_each_other(seed):
 
 
 def test_a_log_probability_that_is_not_a_number_stays_visible():
-    fields = [torch.tensor([math.nan, -1.0])] + [torch.tensor([-1.0, -1.0])] * 3
+    fields = [torch.tensor([math.nan, -1.0]), *[torch.tensor([-1.0, -1.0])] * 3, torch.arange(2)]
     assert clipped(LossTokens(*fields), CONFIG)[0].isnan().tolist() == [True, False]
 
 

@@ -1,4 +1,4 @@
-"""The shared objective: the sampled distribution, one denominator whatever the split, rows none of which is lost."""
+"""The shared objective: the sampled distribution, one weighted sum whatever the split, rollouts none of which is lost."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt_core.config import AlgorithmConfig
+from molt_core.algo.aggregation import WeightedRollout
+from molt_core.algo.config import AlgorithmConfig
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
 from molt_core.train.objective import (
@@ -42,12 +43,24 @@ class Bigram:
         return self.gap
 
 
+ALGORITHM = AlgorithmConfig()
 LENGTHS = (1, 4, 2, 5, 3)
 ROWS = [trajectory(prompt=3, actions=n, logprob=-2.0 - n / 10) for n in LENGTHS]
 ADVANTAGES = [np.full(n, 1.0 - n / 3, np.float32) for n in LENGTHS]
+ROLLOUTS = [
+    WeightedRollout(
+        (row,),
+        values,
+        np.full(len(values), 1 / 15, np.float32),
+        np.full(len(values), -2.2, np.float32),
+    )
+    for row, values in zip(ROWS, ADVANTAGES)
+]
 
 
-def train(shares: Iterator) -> tuple[dict[str, float], torch.Tensor]:
+def train(
+    shares: Iterator, algorithm: AlgorithmConfig = ALGORITHM
+) -> tuple[dict[str, float], torch.Tensor]:
     """Sums and gradient, both added up over the ranks whose micro-batches ``shares`` gives."""
     sums: dict[str, float] = {}
     gradient = torch.zeros(12, 12)
@@ -55,10 +68,9 @@ def train(shares: Iterator) -> tuple[dict[str, float], torch.Tensor]:
         backend = Bigram()
         of_rank = forward_backward(
             backend,
-            [([ROWS[i] for i in m], [ADVANTAGES[i] for i in m]) for m in micro_batches],
-            algorithm=AlgorithmConfig(),
+            [[ROLLOUTS[i] for i in m] for m in micro_batches],
+            algorithm=algorithm,
             distribution=ActionDistribution(1.3, torch.tensor([0])),
-            denominator=sum(LENGTHS),
         )
         gradient += backend.table.grad
         for name, value in of_rank.items():
@@ -102,10 +114,9 @@ def test_a_filler_row_adds_nothing():
     backend = Bigram()
     sums = forward_backward(
         backend,
-        [([without_actions(ROWS[0])], [np.zeros(0, np.float32)])],
-        algorithm=AlgorithmConfig(),
+        [[WeightedRollout((without_actions(ROWS[0]),), *np.zeros((2, 0), np.float32))]],
+        algorithm=ALGORITHM,
         distribution=ActionDistribution(1.0, NOTHING),
-        denominator=15,
     )
     assert sums["tokens"] == 0 and sums["loss"] == 0
     assert not backend.table.grad.any()

@@ -1,0 +1,111 @@
+"""What each sampled token weighs in the objective, and the batch as the trainer receives it.
+
+The objective is ``sum_t weight_t * correction_t * loss_t`` over all sampled tokens of the batch. The weights are made once,
+from the whole batch, before it is split over ranks and micro-batches: a sum does not depend on how it is split, so neither
+does the objective, and nothing after this file knows a denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from molt_core.algo.advantages import RolloutTokens, advantages, rollout_tokens
+from molt_core.algo.config import AlgorithmConfig
+from molt_core.types import Batch, Trajectory
+
+
+@dataclass(frozen=True)
+class WeightedRollout:
+    """A rollout to train on, the unit that is never split: its segments lie in one micro-batch.
+
+    advantages, weights and, where the KL to a reference policy is in the loss, reference_logprobs: ``[n]`` float32 each, over
+    the sampled tokens of all segments in their order.
+    """
+
+    segments: tuple[Trajectory, ...]
+    advantages: np.ndarray
+    weights: np.ndarray
+    reference_logprobs: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        actions = sum(segment.action_tokens for segment in self.segments)
+        if not len(self.advantages) == len(self.weights) == actions:
+            raise ValueError(
+                f"{len(self.advantages)} advantages and {len(self.weights)} weights for {actions} sampled tokens"
+            )
+
+    @property
+    def tokens_forward(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+
+def token_mean(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """Every sampled token alike: ``1 / N``. Yu et al. 2025 (arXiv 2503.14476), equation 12, over the whole batch."""
+    count = len(tokens.rollout)
+    return torch.full((count,), 1 / max(1, count), dtype=torch.float64)
+
+
+def sequence_mean(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """The mean over rollouts of the mean over a rollout's tokens. Shao et al. 2024 (arXiv 2402.03300), equation 3.
+
+    A token of a rollout of n tokens, one of S rollouts that have any, weighs ``1 / (n S)``: less in a longer rollout.
+    """
+    return _mean_of_means(tokens.rollout)
+
+
+def prompt_mean(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """The mean over prompts of the mean over all tokens of a prompt's rollouts: ``1 / (n P)``, n tokens in the group, P groups.
+
+    The objective of Yu et al. 2025 (arXiv 2503.14476), equation 8, read as it stands: an expectation over prompts.
+    """
+    return _mean_of_means(tokens.group[tokens.rollout])
+
+
+def constant(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """The sum over a rollout's tokens over a fixed length L, averaged over S rollouts that have any: ``1 / (L S)``.
+
+    Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783), section 3.2; L is ``aggregation_length``.
+    """
+    weight = 1 / (config.aggregation_length * max(1, len(tokens.rollout.unique())))
+    return torch.full((len(tokens.rollout),), weight, dtype=torch.float64)
+
+
+def _mean_of_means(label: torch.Tensor) -> torch.Tensor:
+    _, place, counts = label.unique(return_inverse=True, return_counts=True)
+    return 1 / (counts[place].double() * len(counts))
+
+
+AGGREGATIONS: dict[str, Callable[[RolloutTokens, AlgorithmConfig], torch.Tensor]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "prompt_mean": prompt_mean,
+    "constant": constant,
+}
+
+
+def weighted_rollouts(
+    batch: Batch, config: AlgorithmConfig, frozen: Mapping[str, np.ndarray] | None = None
+) -> list[WeightedRollout]:
+    """The rollouts of ``batch`` that have segments, in order.
+
+    frozen: log-probabilities ``[N]`` of the batch's sampled tokens by each of ``config.frozen_policies``. Raises ValueError
+    where the estimator's result is not one finite number a token.
+    """
+    frozen = frozen or {}
+    tokens = rollout_tokens(batch, frozen)
+    cuts = np.cumsum([rollout.action_tokens for rollout in batch.rollouts])[:-1]
+    parts = [
+        np.split(advantages(tokens, config).numpy(), cuts),
+        np.split(AGGREGATIONS[config.aggregation](tokens, config).float().numpy(), cuts),
+    ]
+    if "reference" in frozen:
+        parts.append(np.split(frozen["reference"].astype(np.float32), cuts))
+    return [
+        WeightedRollout(rollout.segments, *values)
+        for rollout, *values in zip(batch.rollouts, *parts, strict=True)
+        if rollout.segments
+    ]
