@@ -127,7 +127,7 @@ class MegatronCoreBackend:
     def action_logprobs(
         self, micro_batch: MicroBatch, distribution: ActionDistribution
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._length = micro_batch.token_ids.shape[1]
+        self._length = micro_batch.tokens_forward
         return self.ddp(micro_batch.to(self.device), distribution)
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class MegatronCoreBackend:
         gap = torch.stack(gaps).amin(0)
         if self.model.config.sequence_parallel:
             gap = gather_from_sequence_parallel_region(gap)
-        return gap[: self._length].T.contiguous()
+        return gap[: self._length, 0]
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         with contextlib.nullcontext() if is_last else self.ddp.no_sync():

@@ -3,11 +3,13 @@
 Megatron has neither interleaved multimodal RoPE nor deepstack; both are added as modules that its layer specification takes,
 so that GPTModel itself is unchanged:
 
-- ``InterleavedMRoPE`` stands where GPTModel keeps its rotary embedding, and gives angles ``[T, B, 1, head_dim]``;
+- ``InterleavedMRoPE`` stands where GPTModel keeps its rotary embedding, and gives angles ``[T, 1, 1, head_dim]``;
 - ``DeepstackLayer`` is a transformer layer that adds the vision tower's intermediate features after itself;
-- ``ObservedRouter`` is Megatron's router that keeps its logits, for the distance to a tie.
+- ``ObservedRouter`` is Megatron's router that keeps its logits, for the distance to a tie;
 
-Hidden states are ``[T, B, hidden]``, and split over T between tensor-parallel ranks.
+- ``RowAttention`` is Megatron's plain attention, row by row of a packed micro-batch.
+
+Hidden states are ``[T, 1, hidden]``, and split over T between tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import MegatronModule, TransformerConfig, TransformerLayer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -32,8 +35,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.baselines.megatron_layout import Layout
-from molt_core.train.collate import MicroBatch
+from molt_core.train.collate import Blocks, MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
+from molt_core.train.policy import blank_image
 
 
 def check_supported(config) -> None:
@@ -142,7 +146,7 @@ class InterleavedMRoPE(nn.Module):
 
 
 class DeepstackLayer(TransformerLayer):
-    """A transformer layer that adds ``visual_delta`` (``[T, B, hidden]``, zero at text) to its output.
+    """A transformer layer that adds ``visual_delta`` (``[T, 1, hidden]``, zero at text) to its output.
 
     Megatron's own activation recomputation asks for CUDA's random state, although there is no dropout to repeat; torch's does
     not, and serves on every device.
@@ -159,8 +163,32 @@ class DeepstackLayer(TransformerLayer):
         return hidden if self.visual_delta is None else hidden + self.visual_delta, context
 
 
+class RowAttention(DotProductAttention):
+    """Megatron's plain attention over the rows of a micro-batch, which lie end to end: ``blocks`` tells where.
+
+    Megatron's own packed attention is Transformer Engine's, which runs on GPUs only.
+    """
+
+    blocks: Blocks
+
+    def forward(self, query, key, value, attention_mask, **_) -> torch.Tensor:
+        """query ``[T, 1, heads, d]``, key and value ``[T, 1, kv_heads, d]``; returns ``[T, 1, heads * d]``."""
+        outputs, start = [], 0
+        for rows, length in self.blocks:
+            stop = start + rows * length
+            parts = (
+                tensor[start:stop, 0].unflatten(0, (rows, length)).transpose(0, 1).contiguous()
+                for tensor in (query, key, value)
+            )
+            future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu_(1)
+            output = super().forward(*parts, future[None, None])
+            outputs.append(output.transpose(0, 1).flatten(0, 1))
+            start = stop
+        return torch.cat(outputs)[:, None]
+
+
 class ObservedRouter(TopKRouter):
-    """Keeps the logits ``[T, B, experts]`` of its last forward."""
+    """Keeps the logits ``[T, 1, experts]`` of its last forward."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         logits = super().gating(input)
@@ -176,6 +204,7 @@ def _decoder_specification(config: TransformerConfig) -> TransformerBlockSubmodu
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
+    attention.core_attention = RowAttention
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     parts.mlp.submodules.router = ObservedRouter
     layers: list[ModuleSpec] = [layer] * config.num_layers
@@ -232,17 +261,19 @@ class VisionLanguageModel(MegatronModule):
     def forward(
         self, batch: MicroBatch, distribution: ActionDistribution
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = pad_columns(batch, self.config.tensor_model_parallel_size)
+        batch = pad_tokens(batch, self.config.tensor_model_parallel_size)
         decoder_input = self._embed(batch)
+        for layer in self.language_model.decoder.layers:
+            layer.self_attention.core_attention.blocks = batch.blocks
         hidden = self.language_model(
             input_ids=None,
-            position_ids=batch.position_ids,
-            attention_mask=masked_pairs(batch.attention_mask),
+            position_ids=batch.position_ids[:, None],
+            attention_mask=None,
             decoder_input=decoder_input,
         )
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        hidden = hidden[batch.action_columns - 1, batch.action_rows]
+        hidden = hidden[batch.action_positions - 1, 0]
         return self.head(hidden, batch.action_ids, distribution)
 
     def _embed(self, batch: MicroBatch) -> torch.Tensor:
@@ -250,11 +281,10 @@ class VisionLanguageModel(MegatronModule):
         has_images = batch.patches is not None
         patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(self.visual)
         features = self.visual(patches.to(self.visual.dtype), grid_thw=grid, return_dict=True)
-        embedded = self.language_model.embedding(batch.token_ids, None)
-        rows, columns = batch.image_mask.nonzero(as_tuple=True)
+        embedded = self.language_model.embedding(batch.token_ids[None], None)
         deltas = []
         if has_images:
-            place = (columns, rows)
+            place = (batch.image_positions, torch.zeros_like(batch.image_positions))
             index = batch.feature_index
             embedded = embedded.index_put(place, features.pooler_output[index].to(embedded.dtype))
             deltas = [
@@ -274,35 +304,14 @@ class VisionLanguageModel(MegatronModule):
         return embedded
 
 
-def pad_columns(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """Widen the rows on the right until their length is a multiple of ``multiple``."""
-    extra = -batch.token_ids.shape[1] % multiple
+def pad_tokens(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The batch with one more row that means nothing, where its tokens do not divide by ``multiple``."""
+    extra = -len(batch.token_ids) % multiple
     if not extra:
         return batch
-    names = ("token_ids", "attention_mask", "position_ids", "image_mask")
-    return replace(batch, **{name: F.pad(getattr(batch, name), (0, extra)) for name in names})
-
-
-def masked_pairs(attention_mask: torch.Tensor) -> torch.Tensor:
-    """``[B, T]`` to ``[1 or B, 1, T, T]``, True where query (third) must not see key (fourth).
-
-    Behind the last token of a right-padded row nothing is looked at, so causality is all that such a batch needs.
-    """
-    length = attention_mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).triu_(1)[
-        None, None
-    ]
-    right_padded = bool((attention_mask[:, :-1] >= attention_mask[:, 1:]).all())
-    return causal if right_padded else causal | ~attention_mask[:, None, None]
-
-
-def blank_image(visual: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches and grid of the smallest image: one merged token."""
-    config = visual.config
-    side = config.spatial_merge_size
-    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    device = next(visual.parameters()).device
-    return (
-        torch.zeros(side * side, width, device=device),
-        torch.tensor([[1, side, side]], device=device),
+    return replace(
+        batch,
+        token_ids=F.pad(batch.token_ids, (0, extra)),
+        position_ids=F.pad(batch.position_ids, (0, extra)),
+        blocks=(*batch.blocks, (1, extra)),
     )

@@ -41,13 +41,13 @@ class TrainBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies, both ``[N]`` float32, of the N action tokens of ``micro_batch``.
 
-        The n-th belongs to ``micro_batch.action_ids[n]`` and comes from the output at column ``action_columns[n] - 1``. Both
+        The n-th belongs to ``micro_batch.action_ids[n]`` and comes from the output at ``action_positions[n] - 1``. Both
         can be differentiated. Use ``logprobs.action_logprobs``, which all backends share.
         """
         ...
 
     def router_gap(self) -> torch.Tensor | None:
-        """``[B, T]`` float32 for the last forward: least (k-th minus (k+1)-th) router score over the layers.
+        """``[T]`` float32 for the last forward: least (k-th minus (k+1)-th) router score over the layers.
 
         Router score: the router's logit, float32 (a gap between logits, unlike one between probabilities, does not shrink
         where the router is sure). None where the model has no router.

@@ -1,54 +1,62 @@
-"""Trajectories to tensors: right-padded rows for the model, flat action tokens for the loss.
+"""Trajectories to tensors: rows laid end to end without padding for the model, flat action tokens for the loss.
 
-The loss sees only sampled tokens: ``N`` of them in one flat axis, each with its row, so there is no masked place at which a
-NaN could hide and padding cannot change a sum.
+No row is padded: a micro-batch is one line of tokens, and attention knows where each row begins (``train/attention.py``).
+Rows of equal length lie side by side, so that they can be attended to together. The loss sees only sampled tokens: ``N`` of
+them in one flat axis, in the order of the rows that were given, so there is no masked place at which a NaN could hide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from molt_core.types import ImageInput, Trajectory
+from molt_core.types import NOT_SAMPLED, ImageInput, Trajectory
+
+Blocks = tuple[tuple[int, int], ...]
+"""(rows, tokens of each) of the stretches of equally long rows, in the order in which they lie."""
 
 
 @dataclass
 class MicroBatch:
-    """B rows of at most T tokens, and their N action tokens in row order.
+    """R rows of T tokens together, and their N action tokens in row order.
 
-    token_ids ``[B, T]`` int64; attention_mask ``[B, T]`` bool; position_ids ``[3, B, T]`` int64 (time, height, width);
-    image_mask ``[B, T]`` bool, True at image placeholders.
+    token_ids ``[T]`` int64; position_ids ``[3, T]`` int64 (time, height, width); blocks: see ``Blocks``; row_starts ``[R]``
+    int64, where each row begins, in the order in which rows were given; routed_experts ``[T, layers, k]`` int64, -1 where a
+    token has no record, or None where none has.
 
-    Of the distinct images (the samples of a prompt share theirs), all three None without images: patches
-    ``[P, patch_dim]`` float32; grid_thw ``[images, 3]`` int64; feature_index ``[placeholders]`` int64, which of the merged
-    features fills each placeholder, placeholders in row order.
+    Of the distinct images (the samples of a prompt share theirs), None without images: patches ``[P, patch_dim]`` float32;
+    grid_thw ``[images, 3]`` int64; image_positions and feature_index ``[placeholders]`` int64, the position of each
+    placeholder, rising, and which of the merged features fills it.
 
-    Of the action tokens, all ``[N]``: action_rows, action_columns, action_ids int64, behaviour_logprobs float32,
-    advantages float32.
+    Of the action tokens, all ``[N]``: action_rows (of the rows as given), action_positions (of 0..T-1) and action_ids int64,
+    behaviour_logprobs and advantages float32.
     """
 
     token_ids: torch.Tensor
-    attention_mask: torch.Tensor
     position_ids: torch.Tensor
-    image_mask: torch.Tensor
+    blocks: Blocks
+    row_starts: torch.Tensor
+    routed_experts: torch.Tensor | None
     patches: torch.Tensor | None
     grid_thw: torch.Tensor | None
+    image_positions: torch.Tensor | None
     feature_index: torch.Tensor | None
     action_rows: torch.Tensor
-    action_columns: torch.Tensor
+    action_positions: torch.Tensor
     action_ids: torch.Tensor
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
 
     @property
     def tokens_forward(self) -> int:
-        return int(self.attention_mask.sum())
+        return len(self.token_ids)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(**{k: None if v is None else v.to(device) for k, v in vars(self).items()})
+        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors)
 
 
 def collate(
@@ -56,64 +64,75 @@ def collate(
     advantages: Sequence[np.ndarray] | None = None,
     *,
     merge_size: int = 2,
-    pad_to: int = 1,
 ) -> MicroBatch:
-    """Pad ``rows`` on the right to one length (a multiple of ``pad_to``).
+    """Lay ``rows`` end to end, the shortest first.
 
     advantages: arrays that together hold the ``action_tokens`` values of all rows, in order; zeros where None. merge_size:
     patches a side that become one token.
     """
-    length = max(len(row.token_ids) for row in rows)
-    length += -length % pad_to
-    shape = (len(rows), length)
-    token_ids, attention, image_mask = (
-        np.zeros(shape, np.int64),
-        np.zeros(shape, bool),
-        np.zeros(shape, bool),
-    )
-    positions = np.zeros((3, *shape), np.int64)
-    action_rows, action_columns = [], []
-    for b, row in enumerate(rows):
-        count = len(row.token_ids)
-        token_ids[b, :count] = row.token_ids
-        attention[b, :count] = True
-        positions[:, b, :count] = mrope_positions(count, row.images, merge_size)
-        for image in row.images:
-            image_mask[b, image.start : image.start + image.length] = True
-        columns = np.flatnonzero(row.action_mask)
-        action_rows.append(np.full(len(columns), b))
-        action_columns.append(columns)
-    places = [image for row in rows for image in row.images]
-    images = list({id(image): image for image in places}.values())
-    first_feature = dict(
-        zip(map(id, images), np.cumsum([0, *(image.length for image in images)]).tolist())
-    )
-    rows_index, columns_index = np.concatenate(action_rows), np.concatenate(action_columns)
+    lengths = np.array([len(row.token_ids) for row in rows])
+    order = np.argsort(lengths, kind="stable")
+    laid = [rows[i] for i in order]
+    ends = np.cumsum(lengths[order])
+    starts = np.empty_like(ends)
+    starts[order] = ends - lengths[order]
+    columns = [np.flatnonzero(row.action_mask) for row in rows]
+    action_rows = np.repeat(np.arange(len(rows)), [len(c) for c in columns])
+    positions = np.concatenate(columns) + starts[action_rows]
+    token_ids = np.concatenate([row.token_ids for row in laid]).astype(np.int64)
     behaviour = np.concatenate([row.logprobs[row.action_mask] for row in rows])
-    flat = (
-        np.zeros(len(rows_index), np.float32)
-        if advantages is None
-        else np.concatenate(list(advantages))
-    )
+    flat = np.zeros(len(positions)) if advantages is None else np.concatenate(list(advantages))
+    mrope = [mrope_positions(len(row.token_ids), row.images, merge_size) for row in laid]
     return MicroBatch(
         token_ids=torch.from_numpy(token_ids),
-        attention_mask=torch.from_numpy(attention),
-        position_ids=torch.from_numpy(positions),
-        image_mask=torch.from_numpy(image_mask),
-        patches=torch.from_numpy(np.concatenate([image.patches for image in images]))
-        if images
-        else None,
-        grid_thw=torch.tensor([image.grid_thw for image in images]) if images else None,
-        feature_index=torch.from_numpy(
-            np.concatenate([first_feature[id(image)] + np.arange(image.length) for image in places])
-        )
-        if images
-        else None,
-        action_rows=torch.from_numpy(rows_index),
-        action_columns=torch.from_numpy(columns_index),
-        action_ids=torch.from_numpy(token_ids[rows_index, columns_index]),
+        position_ids=torch.from_numpy(np.concatenate(mrope, axis=1)),
+        blocks=tuple((int(n), int(t)) for t, n in zip(*np.unique(lengths, return_counts=True))),
+        row_starts=torch.from_numpy(starts),
+        routed_experts=_routed_experts(laid),
+        **_images(laid, ends - lengths[order]),
+        action_rows=torch.from_numpy(action_rows),
+        action_positions=torch.from_numpy(positions),
+        action_ids=torch.from_numpy(token_ids[positions]),
         behaviour_logprobs=torch.from_numpy(behaviour.astype(np.float32)),
         advantages=torch.from_numpy(flat.astype(np.float32)),
+    )
+
+
+def _images(rows: Sequence[Trajectory], starts: np.ndarray) -> dict[str, torch.Tensor | None]:
+    """The image fields of a MicroBatch of ``rows`` in the order in which they lie."""
+    places = [(start, image) for start, row in zip(starts, rows) for image in row.images]
+    if not places:
+        return dict.fromkeys(("patches", "grid_thw", "image_positions", "feature_index"))
+    images = list({id(image): image for _, image in places}.values())
+    first = np.cumsum([0, *(image.length for image in images)])
+    first_feature = dict(zip(map(id, images), first.tolist()))
+    spans = [np.arange(image.length) for _, image in places]
+    return {
+        "patches": torch.from_numpy(np.concatenate([image.patches for image in images])),
+        "grid_thw": torch.tensor([image.grid_thw for image in images]),
+        "image_positions": torch.from_numpy(
+            np.concatenate([start + i.start + span for (start, i), span in zip(places, spans)])
+        ),
+        "feature_index": torch.from_numpy(
+            np.concatenate([first_feature[id(i)] + span for (_, i), span in zip(places, spans)])
+        ),
+    }
+
+
+def _routed_experts(rows: Sequence[Trajectory]) -> torch.Tensor | None:
+    records = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not records:
+        return None
+    absent = records[0].shape[1:]
+    return torch.from_numpy(
+        np.concatenate(
+            [
+                np.full((len(row.token_ids), *absent), NOT_SAMPLED)
+                if row.routed_experts is None
+                else row.routed_experts
+                for row in rows
+            ]
+        ).astype(np.int64)
     )
 
 

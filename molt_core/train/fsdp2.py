@@ -93,7 +93,6 @@ class FSDP2Backend:
         self, micro_batch: MicroBatch, distribution: ActionDistribution
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._router_logits.clear()
-        self._shape = tuple(micro_batch.token_ids.shape)
         return self.root(micro_batch.to(self.device), distribution)
 
     def router_gap(self) -> torch.Tensor | None:
@@ -103,7 +102,7 @@ class FSDP2Backend:
         for logits in self._router_logits.values():
             best = logits.float().topk(self._top_k + 1, dim=-1).values
             gaps.append(best[:, -2] - best[:, -1])
-        return torch.stack(gaps).amin(0).view(self._shape)
+        return torch.stack(gaps).amin(0)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one

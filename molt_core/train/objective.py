@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig
@@ -112,9 +113,10 @@ def score(
     gap = backend.router_gap()
     if gap is None:
         return batch, logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
-    tie = (gap.to(logprobs.device) < tie_gap) & batch.attention_mask
-    tied_from_here = tie.cummax(dim=1).values
-    return batch, logprobs, tied_from_here[batch.action_rows, batch.action_columns - 1]
+    tie = gap.to(logprobs.device) < tie_gap
+    before = F.pad(tie.cumsum(0), (1, 0))  # ties before each position, of all rows
+    tied = before[batch.action_positions] > before[batch.row_starts[batch.action_rows]]
+    return batch, logprobs, tied
 
 
 def without_actions(row: Trajectory) -> Trajectory:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from molt_core.train import attention
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
 
 
 class ActionPolicy(nn.Module):
-    """Wraps a Qwen3-VL-MoE model. Its whole forward pass is one call, so that it can be one sharding unit's."""
+    """Wraps a Qwen3-VL-MoE model, whose decoder from then on attends to rows that lie end to end.
+
+    Its whole forward pass is one call, so that it can be one sharding unit's.
+    """
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
         self.policy = policy
+        policy.model.language_model.set_attn_implementation(attention.NAME)
 
     def forward(
         self, batch: MicroBatch, distribution: ActionDistribution
@@ -26,38 +31,33 @@ class ActionPolicy(nn.Module):
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """The decoder's output ``[N, hidden]`` at the positions that predict the batch's action tokens."""
-        mask = batch.attention_mask
-        right_padded = bool((mask[:, :-1] >= mask[:, 1:]).all())
-        has_images = batch.patches is not None
-        visual = self.policy.model.visual
-        patches, grid = (
-            (batch.patches, batch.grid_thw) if has_images else _blank_image(visual, mask.device)
-        )
+        visual, has_images = self.policy.model.visual, batch.patches is not None
+        patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(visual)
         features = visual(patches.type(visual.dtype), grid_thw=grid, return_dict=True)
         outputs = (features.pooler_output, *features.deepstack_features)
         if has_images:
             pooled, *deepstack = ([output[batch.feature_index]] for output in outputs)
             features.pooler_output, features.deepstack_features = pooled, deepstack
         hidden = self.policy.model(
-            input_ids=batch.token_ids,
-            # Behind a right-padded row's last token there is nothing that an action could attend to: plain causal attention.
-            attention_mask=None if right_padded else mask.long(),
-            position_ids=batch.position_ids,
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[:, None],
             mm_encoder_outputs={"image": features} if has_images else None,
             use_cache=False,
-        ).last_hidden_state
-        hidden = hidden[batch.action_rows, batch.action_columns - 1]
+            blocks=batch.blocks,
+        ).last_hidden_state[0]
+        hidden = hidden[batch.action_positions - 1]
         if not has_images:
             # The vision tower took part, so that its gradients are zero and not missing and ranks agree on their collectives.
             hidden = hidden + 0.0 * sum(output.sum() for output in outputs)
         return hidden
 
 
-def _blank_image(visual: nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def blank_image(visual: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Patches and grid of the smallest image: one merged token."""
     config = visual.config
     side = config.spatial_merge_size
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    device = next(visual.parameters()).device
     return (
         torch.zeros(side * side, width, device=device),
         torch.tensor([[1, side, side]], device=device),

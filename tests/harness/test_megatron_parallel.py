@@ -105,7 +105,7 @@ def test_data_ranks_share_the_rows_and_score_them_like_transformers(results, pol
         for rows, logprobs, gap in rank["scores"]:
             batch = collate(rows)
             with torch.no_grad():
-                expected = token_logprobs(oracle_logits(policy, batch, rows), batch)
+                expected = token_logprobs(oracle_logits(policy, rows), batch)
             torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
             assert gap.shape == batch.token_ids.shape
 

@@ -14,7 +14,7 @@ from molt_core.config import ModelConfig, OptimizerConfig
 from molt_core.models.load import load_policy, save_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.train.backend import TrainBackend
-from molt_core.train.collate import MicroBatch, collate
+from molt_core.train.collate import MicroBatch, collate, mrope_positions
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.types import ImageInput, Trajectory, Turn
 
@@ -92,24 +92,6 @@ def context_only(row: Trajectory) -> Trajectory:
     )
 
 
-def left_padded(batch: MicroBatch) -> MicroBatch:
-    """The same rows, padded on the left."""
-    length = batch.token_ids.shape[1]
-    shifts = length - batch.attention_mask.sum(1)
-
-    def rolled(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([row.roll(int(n), -1) for row, n in zip(tensor, shifts)])
-
-    return replace(
-        batch,
-        token_ids=rolled(batch.token_ids),
-        attention_mask=rolled(batch.attention_mask),
-        image_mask=rolled(batch.image_mask),
-        position_ids=torch.stack([rolled(axis) for axis in batch.position_ids]),
-        action_columns=batch.action_columns + shifts[batch.action_rows],
-    )
-
-
 def another_sample(row: Trajectory) -> Trajectory:
     """A second sample of the row's prompt: the same image objects, other actions."""
     ids = np.where(row.action_mask, row.token_ids[::-1] % 256, row.token_ids)
@@ -117,20 +99,31 @@ def another_sample(row: Trajectory) -> Trajectory:
 
 
 def oracle_logits(
-    policy: torch.nn.Module,
-    batch: MicroBatch,
-    rows: list[Trajectory],
-    position_ids: torch.Tensor | None = None,
+    policy: torch.nn.Module, rows: list[Trajectory], stretch: int | None = None
 ) -> torch.Tensor:
-    """Logits ``[N, vocabulary]`` by transformers alone, which gets every row's images and finds their places by itself.
+    """Logits ``[N, vocabulary]`` at the predicting positions by transformers alone, from rows padded on the left.
 
-    It finds the positions by itself too, where ``position_ids`` (``[3, B, T]``) is None.
+    It gets every row's images and finds their places and all positions by itself, unless positions are multiplied by
+    ``stretch``.
     """
+    length = max(len(row.token_ids) for row in rows)
+    token_ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    position_ids = torch.zeros(3, len(rows), length, dtype=torch.long)
+    action = torch.zeros(len(rows), length, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        own = slice(length - len(row.token_ids), length)
+        token_ids[number, own] = torch.from_numpy(row.token_ids.astype(np.int64))
+        action[number, own] = torch.from_numpy(row.action_mask)
+        mask[number, own] = 1
+        position_ids[:, number, own] = torch.from_numpy(
+            mrope_positions(len(row.token_ids), row.images, merge_size=2)
+        )
     inputs = dict(
-        input_ids=batch.token_ids,
-        attention_mask=batch.attention_mask.long(),
-        mm_token_type_ids=(batch.token_ids == policy.config.image_token_id).int(),
-        position_ids=position_ids,
+        input_ids=token_ids,
+        attention_mask=mask,
+        mm_token_type_ids=(token_ids == policy.config.image_token_id).int(),
+        position_ids=None if stretch is None else position_ids * stretch,
     )
     images = [image for row in rows for image in row.images]
     if images:
@@ -139,7 +132,7 @@ def oracle_logits(
             image_grid_thw=torch.tensor([image.grid_thw for image in images]),
         )
     logits = policy(**inputs, use_cache=False).logits
-    return logits[batch.action_rows, batch.action_columns - 1]
+    return logits[:, :-1][action[:, 1:]]
 
 
 PLAIN = ActionDistribution(temperature=1.0, excluded_ids=torch.tensor([], dtype=torch.long))
@@ -194,7 +187,7 @@ def oracle_training(
     batch = collate(rows, advantages(rows))
     norms = []
     for _ in range(STEPS):
-        logprobs = token_logprobs(oracle_logits(policy, batch, rows), batch)
+        logprobs = token_logprobs(oracle_logits(policy, rows), batch)
         policy_gradient_loss(logprobs, batch, len(batch.action_ids)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)))
         optimizer.step()

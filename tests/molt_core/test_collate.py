@@ -1,5 +1,7 @@
 """Collation: which token a log-probability belongs to, padding that changes nothing, images in row order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,8 @@ def test_every_sampled_token_stands_beside_its_own_log_probability():
     assert batch.action_ids.tolist() == [4, 5, 12, 13, 15, 16]
     assert batch.behaviour_logprobs.tolist() == [-0.5, -0.5, -12, -13, -15, -16]
     assert batch.action_rows.tolist() == [0, 0, 1, 1, 1, 1]
-    assert batch.action_columns.tolist() == [4, 5, 2, 3, 5, 6]
+    # The first row lies at 0..5, the second, which is longer, at 6..12.
+    assert batch.action_positions.tolist() == [4, 5, 8, 9, 11, 12]
 
 
 def test_advantages_follow_the_rows():
@@ -37,11 +40,26 @@ def test_advantages_follow_the_rows():
     assert batch.advantages.tolist() == [1, 2, 3]
 
 
-def test_padding_is_on_the_right_to_a_multiple_and_counts_as_no_token():
-    batch = collate([trajectory(prompt=4, actions=3), trajectory(prompt=2, actions=1)], pad_to=8)
-    assert batch.token_ids.shape == (2, 8)
-    assert batch.attention_mask.tolist() == [[True] * 7 + [False], [True] * 3 + [False] * 5]
-    assert batch.tokens_forward == 10
+def test_rows_lie_end_to_end_with_equally_long_ones_side_by_side():
+    rows = [trajectory(prompt=p, actions=a) for p, a in ((4, 3), (2, 1), (5, 2), (1, 1))]
+    batch = collate(rows, [np.full(row.action_tokens, n) for n, row in enumerate(rows)])
+    assert batch.blocks == ((1, 2), (1, 3), (2, 7))
+    assert batch.row_starts.tolist() == [5, 2, 12, 0]
+    assert batch.token_ids.tolist() == [0, 1, 0, 1, 2, *range(7), *range(7)]
+    assert batch.position_ids[0].tolist() == batch.token_ids.tolist()
+    assert batch.tokens_forward == 19
+    # Whatever the order in which they lie, actions keep the order of the rows.
+    assert batch.advantages.tolist() == [0, 0, 0, 1, 2, 2, 3]
+    assert batch.action_positions.tolist() == [9, 10, 11, 4, 17, 18, 1]
+
+
+def test_a_record_of_routing_lies_beside_its_token_and_its_absence_is_minus_one():
+    routed = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
+    recorded = replace(trajectory(prompt=3, actions=1), routed_experts=routed)
+    assert collate([trajectory()]).routed_experts is None
+    batch = collate([recorded, trajectory(prompt=1, actions=2)])
+    assert batch.routed_experts[3:].tolist() == routed.tolist()
+    assert (batch.routed_experts[:3] == -1).all()
 
 
 def image(start: int, value: float) -> ImageInput:
@@ -50,20 +68,23 @@ def image(start: int, value: float) -> ImageInput:
     return ImageInput(np.zeros((32, 64, 3), np.uint8), patches, (1, 4, 8), start, 8)
 
 
-def test_patches_go_in_row_order_and_placeholders_are_masked():
-    first = trajectory(prompt=20, actions=1, images=(image(1, 1.0), image(10, 2.0)))
-    second = trajectory(prompt=12, actions=1, images=(image(3, 3.0),))
-    batch = collate([first, second])
-    assert batch.patches[:, 0].tolist() == [1.0] * 32 + [2.0] * 32 + [3.0] * 32
+def test_patches_placeholders_and_features_go_in_the_order_in_which_rows_lie():
+    longer = trajectory(prompt=20, actions=1, images=(image(1, 1.0), image(10, 2.0)))
+    shorter = trajectory(prompt=12, actions=1, images=(image(3, 3.0),))
+    again = trajectory(prompt=13, actions=1, images=shorter.images)
+    batch = collate([longer, shorter, again])
+    assert batch.row_starts.tolist() == [27, 0, 13]
+    assert batch.patches[:, 0].tolist() == [3.0] * 32 + [1.0] * 32 + [2.0] * 32
     assert batch.grid_thw.tolist() == [[1, 4, 8]] * 3
-    assert np.flatnonzero(batch.image_mask[0]).tolist() == [*range(1, 9), *range(10, 18)]
-    assert np.flatnonzero(batch.image_mask[1]).tolist() == [*range(3, 11)]
+    spans = [*range(3, 11), *range(16, 24), *range(28, 36), *range(37, 45)]
+    assert batch.image_positions.tolist() == spans
+    assert batch.feature_index.tolist() == [*range(8), *range(8), *range(8, 16), *range(16, 24)]
 
 
 def test_text_goes_on_one_past_the_largest_position_of_an_image():
     # Two text tokens at 0, 1; a merged grid of 2 rows and 4 columns from 2 on; text again from 2 + max(2, 4) = 6.
     batch = collate([trajectory(prompt=11, actions=1, images=(image(2, 0.0),))])
-    time, height, width = batch.position_ids[:, 0].tolist()
+    time, height, width = batch.position_ids.tolist()
     assert time == [0, 1] + [2] * 8 + [6, 7]
     assert height == [0, 1] + [2] * 4 + [3] * 4 + [6, 7]
     assert width == [0, 1] + [2, 3, 4, 5] * 2 + [6, 7]
@@ -72,4 +93,4 @@ def test_text_goes_on_one_past_the_largest_position_of_an_image():
 @pytest.mark.parametrize("rows", [[two_turns()], [trajectory(), two_turns()]])
 def test_text_rows_have_no_patches(rows):
     batch = collate(rows)
-    assert batch.patches is None and batch.grid_thw is None and not batch.image_mask.any()
+    assert batch.patches is None and batch.grid_thw is None and batch.image_positions is None

@@ -33,7 +33,7 @@ class Bigram:
         self.gap = gap
 
     def action_logprobs(self, batch: MicroBatch, distribution: ActionDistribution):
-        before = batch.token_ids[batch.action_rows, batch.action_columns - 1]
+        before = batch.token_ids[batch.action_positions - 1]
         return action_logprobs(torch.eye(12)[before], self.table.T, batch.action_ids, distribution)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
@@ -124,8 +124,8 @@ def test_a_filler_row_adds_nothing():
 
 def test_tokens_from_the_first_router_tie_on_are_tied():
     # Prompt of 3 and 4 actions at columns 3..6; the router ties at column 4, which predicts column 5.
-    gap = torch.ones(1, 7)
-    gap[0, 4] = 1e-7
+    gap = torch.ones(7)
+    gap[4] = 1e-7
     options = dict(distribution=ActionDistribution(1.0, NOTHING), tie_gap=1e-5)
     _, _, tied = score(Bigram(gap), [trajectory(prompt=3, actions=4)], **options)
     assert tied.tolist() == [False, False, True, True]

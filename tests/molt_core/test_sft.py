@@ -114,19 +114,19 @@ def test_items_are_no_run_seeds_items(monkeypatch, tmp_path):
 def test_greedy_sampling_takes_the_most_likely_token_of_each_whole_forward_pass(warmed, renderer):
     """Against transformers' own forward pass on one unpadded row at a time."""
     out, _ = warmed
-    policy, excluded = load_policy(out), list(excluded_token_ids(out))
+    theirs, excluded = load_policy(out), list(excluded_token_ids(out))
     items = prompt_source(_config().task, "eval", 0)
     prompts = [renderer.prompt(items.item(n), n) for n in range(4)]
     eos = eos_token_id(out)
-    answers = sft.sample(policy, prompts, 3, torch.tensor(excluded), eos, temperature=0)
+    answers = sft.sample(load_policy(out), prompts, 3, torch.tensor(excluded), eos, temperature=0)
     for prompt, answer in zip(prompts, answers):
         expected = []
         while len(expected) < 3 and eos not in expected:
             row = collate([sft._row(prompt, [*expected, eos])])
             with torch.no_grad():
-                logits = policy(
-                    input_ids=row.token_ids[:, :-1],
-                    position_ids=row.position_ids[..., :-1],
+                logits = theirs(
+                    input_ids=row.token_ids[None, :-1],
+                    position_ids=row.position_ids[:, None, :-1],
                     pixel_values=row.patches,
                     image_grid_thw=row.grid_thw,
                 ).logits[0, -1]
