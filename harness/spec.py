@@ -11,6 +11,7 @@ the file is read, so that a mistake in the cluster's section shows on the laptop
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from analysis.plan import Arm, Endpoint, ExclusionRules, LostRunRule, ValidityBounds
 from harness import source
+from harness.fields import known_fields, suggestion
 from harness.problems import Finding, Problem, SpecError, section, translate
 from harness.source import Document, KeyPath
 from molt_core.config import RunConfig, Strict
@@ -163,8 +165,11 @@ class Experiment:
         return next(arm.name for arm in self.arms if arm.role == "baseline")
 
 
-def load(path: str | Path) -> Experiment:
-    """Read, check and resolve an experiment file. Raises SpecError that lists every problem with its line and fix."""
+def load(path: str | Path, base: Path = Path()) -> Experiment:
+    """Read, check and resolve an experiment file; ``base``: the folder that its relative paths start from.
+
+    Raises SpecError that lists every problem with its line and fix.
+    """
     document = source.read(path)
     try:
         file = ExperimentFile.model_validate(document.data)
@@ -178,6 +183,7 @@ def load(path: str | Path) -> Experiment:
         problems += faults
         if resolved is not None:
             scales[name] = resolved
+    problems += _unrecorded(document, file, scales, base)
     if problems:
         raise SpecError(path, problems)
     arms = tuple(Arm(name=name, role=system.role) for name, system in file.systems.items())
@@ -362,6 +368,20 @@ def _unfit(document: Document, scale: str, resources: Resources, configs: dict[s
             "is missing, and a built-in model has no weights to start from",
             "Add a warmup section, or give model.path",
         )
+
+
+def _unrecorded(
+    document: Document, file: ExperimentFile, scales: dict[str, Scale], base: Path
+) -> Iterator[Problem]:
+    """Endpoints on a field that no run would record."""
+    configs = [config for scale in scales.values() for config in scale.configs.values()]
+    known = known_fields({base / plugin for c in configs for plugin in c.algorithm.plugins})
+    for position, endpoint in enumerate(file.endpoints):
+        for name in endpoint.fields:
+            if name not in known:
+                place = ("endpoints", position, "field")
+                what = f"{name!r} is recorded by no run"
+                yield Problem(document.line(place), _dotted(place), what, suggestion(name, known))
 
 
 def _in_file(finding: Finding) -> Finding:

@@ -123,7 +123,7 @@ def main(
     console = Console(stderr=as_json)
     on_slurm = shutil.which("sbatch") is not None
     try:
-        experiment = load(file)
+        experiment = load(file, base=Path.cwd())
         target = choose_target(cluster, on_slurm, dry_run)
         name = choose_scale(experiment, scale, on_slurm)
         expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run)

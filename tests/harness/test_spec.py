@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.fields import known_fields
 from harness.problems import SpecError
 from harness.spec import load, merge
 from molt_core.config import RunConfig
+from molt_core.metrics import evaluation
+from molt_core.types import Rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """\
@@ -178,6 +181,40 @@ def test_a_mistake_is_named_with_line_key_and_fix(tmp_path, old, new, at, key, s
     expected = path.read_text()[: path.read_text().index(at) + len(at.partition("\n")[0])]
     assert problem.line == expected.count("\n") + 1
     assert says in f"{problem.what}. {problem.fix}"
+
+
+def test_a_field_that_no_run_records_is_refused_with_the_nearest_names(tmp_path):
+    path = write(tmp_path, "field: eval_reward_mean", "field: eval_rewrad_mean")
+    with pytest.raises(
+        SpecError, match=r"small.yaml:22: endpoints\[0\].field: .* Did you mean"
+    ) as no:
+        load(path)
+    assert "`eval_reward_mean`" in str(no.value)
+
+
+def test_a_part_of_a_rate_that_no_run_records_is_refused(tmp_path):
+    rate = "field: {numerator: [t_step_s], denominator: [steps, tokens_forward]}"
+    path = write(tmp_path, "field: eval_reward_mean", rate)
+    path.write_text(path.read_text().replace("at_last_step", "total_rate"))
+    with pytest.raises(SpecError) as no:
+        load(path)
+    assert [problem.what for problem in no.value.problems] == ["'t_step_s' is recorded by no run"]
+
+
+def test_a_plug_ins_own_metric_may_be_an_endpoint(tmp_path):
+    path = write(tmp_path, "field: eval_reward_mean", "field: my_clipped_share")
+    path.write_text(
+        path.read_text().replace("  warmup:", "  algorithm: {plugins: [mine.py]}\n  warmup:")
+    )
+    (tmp_path / "mine.py").write_text("def mine(t, c):\n    return t, {'my_clipped_share': t}\n")
+    assert load(path, base=tmp_path).endpoints[0].field == "my_clipped_share"
+    with pytest.raises(SpecError, match="my_clipped_share"):
+        load(path, base=tmp_path / "elsewhere")
+
+
+def test_every_field_of_a_real_evaluation_is_known():
+    recorded = evaluation([Rollout("r", (), 1.0, "ok", {})] * 2, seconds=1.0)
+    assert set(recorded) <= known_fields()
 
 
 def test_a_validator_across_sections_is_translated(tmp_path):
