@@ -61,13 +61,15 @@ ENDS = (
 
 
 def ask_slurm(*command: str, input: str | None = None) -> str:
-    """What a command prints. Raises SlurmError with its last words, also where it does not answer."""
+    """What a command prints. Raises SlurmError with its last words, also where it does not answer or is not there."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=ANSWER_S, input=input
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{command[0]}: timed out after {ANSWER_S:.0f} s") from error
+    except FileNotFoundError as error:
+        raise SlurmError(f"there is no {command[0]} here") from error
     if done.returncode != 0:
         words = (done.stderr or done.stdout).strip().splitlines() or ["no word"]
         raise SlurmError(f"{command[0]}: {words[-1].removeprefix(f'{command[0]}: ')}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.expand import Expansion, Run, arms_difference, protocol_of
-from harness.status import RunStatus, duration, read_statuses, reasons, table
+from harness.status import STYLES, RunStatus, at_work, duration, read_statuses, reasons, table
 
 PLAIN_EVERY_S = 20.0
 """Seconds between progress lines where the output is not a terminal."""
 DRAW_S = 0.5
+MIN_ROWS = 12
+"""Runs that a live picture shows at least, whatever the height of the terminal."""
 
 
 def as_data(expansion: Expansion, runs: Sequence[Run], obstacles: list[str]) -> dict[str, Any]:
@@ -165,8 +168,38 @@ def board(console: Console, folder: Path) -> Iterator[Callable[[], None]]:
     if not console.is_terminal:
         yield _PlainLines(console, folder)
         return
+    rows = max(MIN_ROWS, console.height - 4)
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield lambda: live.update(_picture(folder), refresh=True)
+        yield lambda: live.update(_picture(folder, rows), refresh=True)
+
+
+def watch_all(console: Console, folders: Sequence[Path]) -> None:
+    """Live progress of every folder until nothing works in any; ends at Ctrl-C, and the runs go on."""
+    try:
+        with ExitStack() as stack:
+            if console.is_terminal:
+                live = stack.enter_context(Live(console=console, auto_refresh=False))
+                share = max(MIN_ROWS, (console.height - 2) // len(folders) - 3)
+
+                def draw() -> None:
+                    live.update(
+                        Group(*(_picture(f, share, titled=True) for f in folders)), refresh=True
+                    )
+            else:
+                lines = [_PlainLines(console, folder) for folder in folders]
+
+                def draw() -> None:
+                    for line in lines:
+                        line()
+
+            follow(lambda: any(at_work(folder) for folder in folders), draw)
+            draw()
+    except KeyboardInterrupt:
+        console.print("The runs go on; python -m harness.cancel stops them.")
+        return
+    for folder in folders:
+        for reason in reasons(read_statuses(folder), folder):
+            console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
 
 def follow(at_work: Callable[[], bool], draw: Callable[[], None]) -> None:
@@ -199,34 +232,41 @@ def _expected_s(status: RunStatus, statuses: Sequence[RunStatus]) -> float | Non
     return sum(took) / len(took) if took else None
 
 
-def _picture(folder: Path) -> Group:
+def _picture(folder: Path, rows: int = MIN_ROWS, titled: bool = False) -> Group:
+    """What works and what went wrong, then what is done and waits as far as ``rows`` reach."""
     statuses = read_statuses(folder)
     left = time_left_s(statuses)
     done = sum(status.state == "DONE" for status in statuses)
-    lines: list[Any] = [
-        Text(
-            f"{done} of {len(statuses)} runs done, "
-            + ("time left not known yet" if left is None else f"about {duration(left)} left"),
-            style="bold",
-        )
-    ]
+    title = f"{folder.parent.name}/{folder.name}: " if titled else ""
+    told = "time left not known yet" if left is None else f"about {duration(left)} left"
+    if done == len(statuses):
+        told = "nothing left to do"
+    lines: list[Any] = [Text(f"{title}{done} of {len(statuses)} runs done, {told}", style="bold")]
+    quiet = [status for status in statuses if status.state in ("DONE", "WAITING", "PLANNED")]
+    hidden = quiet[max(0, rows - (len(statuses) - len(quiet))) :]
     shown = Table.grid(padding=(0, 2))
     for status in statuses:
-        if status.state == "DONE":
-            reward = "" if status.reward_mean is None else f"reward {status.reward_mean:.3f}"
-            shown.add_row("[green]done[/]", status.run, "", reward, duration(status.elapsed_s))
-        elif status.state == "RUNNING":
-            bar = ProgressBar(
-                total=status.steps or 1, completed=status.step or 0, width=24, pulse=not status.step
-            )
-            shown.add_row("[cyan]now[/]", status.run, bar, _numbers(status), _clock(status))
-        elif status.state == "WAITING":
-            shown.add_row("[dim]waits[/]", f"[dim]{status.run}[/]", "", "", "")
-        else:
-            shown.add_row(
-                f"[red]{status.state.lower()}[/]", status.run, "", Text(status.why[:60]), ""
-            )
-    return Group(*lines, shown)
+        if status not in hidden:
+            shown.add_row(*_row(status))
+    counts = Counter(status.state.lower() for status in hidden)
+    more = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return Group(*lines, shown, *([Text(f"and {more}", style="dim")] if more else []))
+
+
+def _row(status: RunStatus) -> tuple[Any, ...]:
+    if status.state == "DONE":
+        reward = "" if status.reward_mean is None else f"reward {status.reward_mean:.3f}"
+        return "[green]done[/]", status.run, "", reward, duration(status.elapsed_s)
+    if status.state == "RUNNING":
+        bar = ProgressBar(
+            total=status.steps or 1, completed=status.step or 0, width=12, pulse=not status.step
+        )
+        return "[cyan]now[/]", status.run, bar, _numbers(status), _clock(status)
+    if status.state in ("WAITING", "PLANNED"):
+        word = "waits" if status.state == "WAITING" else "planned"
+        return f"[dim]{word}[/]", f"[dim]{status.run}[/]", "", "", ""
+    color = STYLES.get(status.state, "red")
+    return f"[{color}]{status.state.lower()}[/]", status.run, "", Text(status.why[:60]), ""
 
 
 def _numbers(status: RunStatus) -> str:

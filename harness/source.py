@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from harness.problems import Problem, SpecError
+from harness.problems import Finding, Problem, SpecError
 
 KeyPath = tuple[str | int, ...]
 
@@ -58,6 +58,10 @@ class Document:
         found = [(len(candidate), *self._descend(candidate)) for candidate in candidates]
         return min(found, key=lambda place: place[0] - place[1])[2]
 
+    def problem(self, finding: Finding, *places: KeyPath) -> Problem:
+        """``finding`` with the line of the first place that is there, under the name of the last."""
+        return Problem(self.line(*places), dotted(places[-1]), finding.what, finding.fix)
+
     def _descend(self, path: KeyPath) -> tuple[int, int]:
         node, line = self.root, self.root.start_mark.line + 1
         for depth, key in enumerate(path):
@@ -74,6 +78,11 @@ class Document:
             else:
                 return depth, line
         return len(path), line
+
+
+def dotted(place: KeyPath) -> str:
+    """systems.ours.trainer, endpoints[0].field."""
+    return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in place).lstrip(".")
 
 
 def read(path: str | Path) -> Document:

@@ -1,14 +1,15 @@
-"""What every run is doing:  python -m harness.status [EXPERIMENT] [--scale S] [--runs DIR] [--json]
+"""What every run is doing:  python -m harness.status [EXPERIMENT] [--scale S] [--runs DIR] [--watch] [--json]
 
-Read from the run folders alone, and reading changes nothing. A run is RUNNING while a job holds its lock, DONE when done.json
-exists, WAITING while a queue will start it; every other word is how its last attempt ended (``harness/outcome.py``).
+Reading changes nothing. A run is RUNNING while a job holds its lock, DONE when done.json exists, WAITING while a queue will
+start it, UNKNOWN where only the scheduler could tell and does not answer; every other word is how its last attempt ended
+(``harness/outcome.py``).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,11 +26,17 @@ from harness.run_folder import (
     tail_records,
 )
 from harness.scheduler import SlurmError
-from harness.slurm import live
+from harness.slurm import job_ids, live
 
 RATE_WINDOW = 20
 """Steps over which the time left is estimated."""
-STYLES = {"DONE": "green", "RUNNING": "cyan", "WAITING": "dim", "PLANNED": "dim"}
+STYLES = {
+    "DONE": "green",
+    "RUNNING": "cyan",
+    "WAITING": "dim",
+    "PLANNED": "dim",
+    "UNKNOWN": "yellow",
+}
 
 
 @dataclass(frozen=True)
@@ -115,14 +122,35 @@ def read_statuses(scale_folder: Path, earlier: bool = False) -> list[RunStatus]:
     """The runs of the last submit in its order; with ``earlier`` also those of other code or protocol, after them."""
     queue = read_json(scale_folder / "queue.json") or {"order": [], "work": {}}
     alive = is_held(queue_lock(scale_folder))
-    queued = live(scale_folder)
+    queued, silence = _ask_scheduler(scale_folder)
+    submitted = job_ids(scale_folder) if silence else {}
     position = {name: number for number, name in enumerate(queue["order"])}
     folders = [f for f in run_folders(scale_folder) if earlier or f.name in position]
     folders.sort(key=lambda folder: (position.get(folder.name, len(position)), folder.name))
-    return [
+    found = [
         read_status(f, f.name in queued or (alive and is_asked_for(f, queue["work"])))
         for f in folders
     ]
+    return [
+        replace(status, state="UNKNOWN", why=silence)
+        if status.run in submitted and status.state not in ("DONE", "RUNNING", "WAITING")
+        else status
+        for status in found
+    ]
+
+
+def _ask_scheduler(scale_folder: Path) -> tuple[set[str], str]:
+    """(runs that it still has, ""), or nothing and why it does not say."""
+    try:
+        return live(scale_folder), ""
+    except SlurmError as error:
+        return set(), f"the scheduler does not answer: {error}"
+
+
+def at_work(folder: Path) -> bool:
+    """True while something may still change."""
+    states = {status.state for status in read_statuses(folder)}
+    return is_held(queue_lock(folder)) or bool(states & {"RUNNING", "WAITING", "UNKNOWN"})
 
 
 def is_asked_for(folder: RunFolder, work: dict[str, int]) -> bool:
@@ -175,12 +203,18 @@ def table(statuses: list[RunStatus], title: str) -> Table:
 
 
 def reasons(statuses: list[RunStatus], folder: Path) -> list[str]:
-    """For each run that ended otherwise: why, and where to read on."""
-    return [
-        f"{s.run} {s.state}: {s.why}\n    {folder / s.run}/attempts/{s.attempt:02d}/output.log"
-        for s in statuses
-        if s.why
-    ]
+    """Why runs are not done, each reason once, and where to read on."""
+    alike: dict[tuple[str, str], list[RunStatus]] = {}
+    for status in statuses:
+        if status.why:
+            alike.setdefault((status.state, status.why), []).append(status)
+    lines = []
+    for (state, why), found in alike.items():
+        first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+        lines.append(f"{first.run}{more} {state}: {why}")
+        if first.attempt:
+            lines.append(f"    {folder / first.run}/attempts/{first.attempt:02d}/output.log")
+    return lines
 
 
 def main(
@@ -190,20 +224,27 @@ def main(
     earlier: Annotated[
         bool, typer.Option("--earlier", help="also runs of other code or protocol")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="live, until nothing works any more; Ctrl-C ends it")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines, on stdout")] = False,
 ) -> None:
-    """Show the state of every run, and why a run is not done."""
+    """Show the state of every run, and why a run is not done. Reading changes nothing.
+
+    Exit codes: 0 shown; 2 there is no such experiment.
+    """
     console = Console()
     try:
         folders = scale_folders(runs, experiment, scale)
     except FileNotFoundError as error:
         console.print(str(error), style="red")
         raise typer.Exit(2) from error
-    try:
-        found = {f"{f.parent.name}/{f.name}": read_statuses(f, earlier) for f in folders}
-    except SlurmError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from error
+    if watch:
+        from harness.show import watch_all  # here: it draws what this module reads
+
+        watch_all(console, folders)
+        return
+    found = {f"{f.parent.name}/{f.name}": read_statuses(f, earlier) for f in folders}
     if as_json:
         print(json.dumps({name: [asdict(s) for s in all_] for name, all_ in found.items()}))
         return

@@ -29,8 +29,8 @@ from harness.run_folder import Busy, RunFolder, describe_holder, hold, is_held
 from harness.scheduler import SlurmError, configuration
 from harness.slurm import hopeless, live, refusals, scripts, submit_arrays
 from harness.spec import load
-from harness.status import queue_lock, read_status, read_statuses
-from harness.sync import at_work, default_uri, end_follower, start_follower
+from harness.status import at_work, queue_lock, read_status, read_statuses
+from harness.sync import default_uri, end_follower, start_follower
 
 EXIT_REFUSED, EXIT_LOST, EXIT_INTERRUPTED = 2, 4, 130
 

@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from harness.processes import own_environment
-from harness.run_folder import Busy, hold, is_held, scale_folders
-from harness.status import queue_lock, read_statuses
+from harness.run_folder import Busy, hold, scale_folders
+from harness.status import at_work
 
 FOLLOW_S = 5.0
 """Seconds between two looks."""
@@ -73,12 +73,6 @@ def end_follower(follower: subprocess.Popen) -> int:
 
 def _environment() -> dict[str, str]:
     return {**own_environment(), **QUIET}
-
-
-def at_work(folder: Path) -> bool:
-    """True while something may still change."""
-    states = {status.state for status in read_statuses(folder)}
-    return is_held(queue_lock(folder)) or bool(states & {"RUNNING", "WAITING"})
 
 
 def main(

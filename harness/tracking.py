@@ -18,6 +18,8 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from harness.expand import flatten
 from harness.run_folder import RunFolder, is_held, read_json, run_folders, write_json
@@ -33,7 +35,7 @@ STATUS = {
     "KILLED": "KILLED",
     "BLOCKED": "KILLED",
 }
-"""Every other state is FAILED."""
+"""Every other state is FAILED, but for UNKNOWN, which leaves MLflow as it is."""
 
 
 def create_store(uri: str) -> None:
@@ -79,7 +81,10 @@ class Tracker:
 
     def sync(self) -> int:
         """One pass over all runs; returns the number of records written."""
-        if "experiment" not in self.state:
+        if "parent" in self.state and not self._is_there(self.state["parent"]):
+            self.state.clear()  # the store is another one than that which was written to
+            self.state["runs"] = {}
+        if "parent" not in self.state:
             self.state["experiment"] = self._experiment()
             self.state["parent"] = self._find(self._parent_identity) or self._create_parent()
             self._save()
@@ -107,7 +112,7 @@ class Tracker:
             self.client.log_batch(known["run_id"], metrics[start : start + METRICS_PER_BATCH])
         seen = {"state": status.state, "attempt": status.attempt, "why": status.why}
         if offset != known["offset"] or seen != known.get("seen"):
-            if seen != known.get("seen"):
+            if seen != known.get("seen") and status.state != "UNKNOWN":
                 self._mark(folder, known["run_id"], status)
             known.update(offset=offset, seen=seen)
             self._save()
@@ -177,7 +182,8 @@ class Tracker:
 
     def _sync_parent(self, statuses: list[RunStatus]) -> None:
         states = [status.state for status in statuses]
-        working = is_held(queue_lock(self.folder)) or "RUNNING" in states
+        open_ = {"RUNNING", "WAITING", "UNKNOWN"}.intersection(states)
+        working = is_held(queue_lock(self.folder)) or bool(open_)
         done = states.count("DONE")
         status = "RUNNING" if working else "FINISHED" if done == len(states) else "FAILED"
         seen = {"status": status, "done": f"{done} of {len(states)}"}
@@ -226,6 +232,15 @@ class Tracker:
         local = self.uri.startswith("sqlite:")
         place = (self.folder.parents[1] / "mlartifacts").resolve().as_uri() if local else None
         return self.client.create_experiment(name, artifact_location=place)
+
+    def _is_there(self, run_id: str) -> bool:
+        try:
+            self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                raise
+            return False
+        return True
 
     def _find(self, identity: str) -> str | None:
         found = self.client.search_runs(

@@ -1,7 +1,11 @@
 """One fault of each kind is caught here; ``make mutants`` plants them all, and all must still apply."""
 
+import psutil
 import pytest
 
+from tests.harness.test_job import until
+from tests.mutants import __main__ as command_line
+from tests.mutants import runner
 from tests.mutants.runner import Mutant, MutantError, mutants, plant, read, survives
 
 MUTANTS = mutants()
@@ -36,3 +40,29 @@ def test_a_fault_that_no_test_notices_is_reported(tmp_path):
     )
     (line,) = survives(read(patch), tmp_path)
     assert line.endswith("test_a_trajectory_of_prompt_only_has_no_action passed")
+
+
+SLOW = """
+import subprocess, sys
+def test_slow():
+    subprocess.run([sys.executable, "-c", "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"])
+"""
+
+
+def test_tests_that_do_not_end_are_ended_with_all_that_they_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "TIMEOUT_S", 5)
+    monkeypatch.setattr(runner, "_check_imports", lambda *_: None)
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    with pytest.raises(MutantError, match="no end within 5 s"):
+        runner.run_tests(tmp_path, ["test_slow.py::test_slow"])
+    child = int((tmp_path / "pid").read_text())
+    until(lambda: not psutil.pid_exists(child))
+
+
+def test_faults_that_cannot_be_planted_are_one_line(monkeypatch, capsys):
+    def broken(*_):
+        raise MutantError("pytest could not run")
+
+    monkeypatch.setattr(command_line, "run_tests", broken)
+    assert command_line.main([MUTANTS[0].name]) == 2
+    assert "no fault was planted: pytest could not run" in capsys.readouterr().err

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 import time
 
 import pytest
+from rich.console import Console
 
+from harness import show
 from harness.queue import ask
 from harness.run_folder import hold, tail_records, write_json
 from harness.status import (
@@ -16,7 +19,9 @@ from harness.status import (
     queue_lock,
     read_status,
     read_statuses,
+    reasons,
 )
+from tests.harness.conftest import TRAIN
 from tests.harness.test_job import until
 
 SLOW = """
@@ -121,6 +126,77 @@ def test_the_command_line_prints_a_table_or_json(make_run):
     absent = subprocess.run([*command, "nothing"], capture_output=True, text=True)
     assert absent.returncode == 2
     assert "there is experiment/tiny" in absent.stdout
+
+
+SQUEUE = "#!/bin/sh\necho 'slurm_load_jobs error: Socket timed out' >&2; exit 1\n"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "says"), [(SQUEUE, "Socket timed out"), (None, "there is no squeue here")]
+)
+def test_a_scheduler_that_does_not_answer_makes_its_runs_unknown(
+    make_run, tmp_path, monkeypatch, squeue, says
+):
+    folders = [make_run(f"molt-s{number}-00000000") for number in range(4)]
+    scale = folders[0].path.parent
+    names = [folder.name for folder in folders]
+    ask(scale, names, [])
+    write_json(scale / "slurm.json", {name: f"7_{n}" for n, name in enumerate(names[:3])})
+    write_json(folders[0].path / "done.json", {"attempt": 1})
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    if squeue is not None:
+        (tools / "squeue").write_text(squeue)
+        (tools / "squeue").chmod(0o755)
+    monkeypatch.setattr("harness.scheduler._asked", {})
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin" if squeue else str(tools))
+    with hold(folders[1].lock):
+        statuses = read_statuses(scale)
+    assert [s.state for s in statuses] == ["DONE", "RUNNING", "UNKNOWN", "PLANNED"]
+    assert says in statuses[2].why
+    command = [sys.executable, "-m", "harness.status", "--runs", str(scale.parents[1])]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert says in shown.stdout
+
+
+def test_runs_that_ended_for_one_reason_are_told_once(make_run):
+    folders = [make_run(f"molt-s{number}-00000000") for number in range(3)]
+    end = {"state": "BLOCKED", "reason": "BLOCKED: needs warmup", "duration_s": 0.0}
+    for folder in folders:
+        write_json(folder.path / "attempts" / "01" / "end.json", end)
+    scale = folders[0].path.parent
+    ask(scale, [folder.name for folder in folders], [])
+    assert reasons(read_statuses(scale), scale) == [
+        "molt-s0-00000000 and 2 more BLOCKED: needs warmup",
+        f"    {scale}/molt-s0-00000000/attempts/01/output.log",
+    ]
+
+
+def test_watch_ends_with_the_last_run(make_run, job_command):
+    folder = make_run(body=f"time.sleep(1)\n{TRAIN}")
+    scale = folder.path.parent
+    ask(scale, [folder.name], [])
+    job = subprocess.Popen(job_command(folder))
+    until(folder.is_working)
+    command = [sys.executable, "-m", "harness.status", "--watch", "--runs", str(scale.parents[1])]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert job.wait(30) == 0
+    assert "[1/1]  molt-s0-00000000  done" in shown.stdout
+
+
+@pytest.mark.parametrize("count", [3, 400])
+def test_a_live_picture_shows_what_works_and_counts_what_does_not_fit(make_run, count):
+    names = [f"molt-s{number:03d}-00000000" for number in range(count)]
+    folders = [make_run(name) for name in names]
+    scale = folders[0].path.parent
+    ask(scale, names, [])
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    with hold(folders[-1].lock), show.board(console, scale) as draw:
+        draw()
+    shown = console.file.getvalue()
+    assert names[-1] in shown
+    assert (f"and {count - 20} planned" in shown) is (count > 20)
 
 
 def test_the_tail_is_the_last_whole_records(tmp_path):

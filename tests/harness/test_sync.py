@@ -105,6 +105,30 @@ def test_a_lost_memory_of_the_sync_costs_nothing(store, planned):
     assert history(store, folder, "reward_mean") == [(1, 0.25)]
 
 
+def test_a_lost_database_is_made_again(planned, tmp_path):
+    folder = planned()
+    record(folder, 1, reward_mean=0.25)
+    command = [sys.executable, "-m", "harness.sync", "--runs", str(folder.path.parents[2])]
+    uri = f"sqlite:///{tmp_path}/own.db"
+    for _ in range(2):
+        done = subprocess.run([*command, "--tracking-uri", uri], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "1 new records" in done.stdout
+        assert history(uri, folder, "reward_mean") == [(1, 0.25)]
+        (tmp_path / "own.db").unlink()
+
+
+def test_what_nobody_can_tell_leaves_mlflow_as_it_is(store, planned, monkeypatch):
+    folder = planned()
+    with hold(folder.lock):
+        Tracker(folder.path.parent, store).sync()
+    assert child(store, folder).info.status == "RUNNING"
+    write_json(folder.path.parent / "slurm.json", {folder.name: "7"})
+    monkeypatch.setenv("PATH", "/nowhere")  # no squeue
+    Tracker(folder.path.parent, store).sync()
+    assert child(store, folder).info.status == "RUNNING"
+
+
 def test_an_unfinished_line_waits_for_its_end(store, planned):
     folder = planned()
     record(folder, 1, reward_mean=0.25)

@@ -1,6 +1,7 @@
 """Plant the faults and demand that the tests notice:  python -m tests.mutants [NAME ...]
 
-The named tests pass on the tree as it is, and each fails on a copy with its fault. Exit status 1 where a fault survives.
+The named tests pass on the tree as it is, and each fails on a copy with its fault. Exit status 1 where a fault survives, 2
+where none could be planted.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from pathlib import Path
 from tests.mutants.runner import ROOT, MutantError, mutants, run_tests, survives
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="faults to plant; all where none is named")
-    names = parser.parse_args().names
+    names = parser.parse_args(arguments).names
     chosen = [mutant for mutant in mutants() if not names or mutant.name in names]
     unknown = set(names) - {mutant.name for mutant in chosen}
     if unknown:
         print(f"no such fault: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     print("the tests as they are", flush=True)
-    sound = run_tests(ROOT, sorted({test for mutant in chosen for test in mutant.tests}))
+    try:
+        sound = run_tests(ROOT, sorted({test for mutant in chosen for test in mutant.tests}))
+    except MutantError as error:
+        print(f"no fault was planted: {error}", file=sys.stderr)
+        return 2
     survived = 0
     for mutant in chosen:
         started = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,19 +78,9 @@ def run_tests(tree: Path, tests: Sequence[str]) -> Mapping[str, str]:
         report = Path(folder) / "outcome.xml"
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"]
         command += [f"--junitxml={report}", *tests]
-        try:
-            ran = subprocess.run(
-                command,
-                cwd=tree,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise MutantError(f"{' '.join(tests)}: no end within {TIMEOUT_S} s") from error
-        if ran.returncode not in (0, 1):
-            raise MutantError(f"pytest could not run {' '.join(tests)}:\n{ran.stdout[-2000:]}")
+        code, said = _run(command, tree, environment)
+        if code not in (0, 1):
+            raise MutantError(f"pytest could not run {' '.join(tests)}:\n{said[-2000:]}")
         cases = list(ElementTree.parse(report).iter("testcase"))
     outcomes = dict.fromkeys(tests, "passed")
     for case in cases:
@@ -99,6 +90,28 @@ def run_tests(tree: Path, tests: Sequence[str]) -> Mapping[str, str]:
             if case.find(tag) is not None and outcomes.get(test) != "failed":
                 outcomes[test] = outcome
     return outcomes
+
+
+def _run(command: Sequence[str], tree: Path, environment: Mapping[str, str]) -> tuple[int, str]:
+    """(exit code, output). Whatever ends the wait, the tests and what they started end with it: the copy can be removed."""
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise MutantError(f"no end within {TIMEOUT_S} s: {' '.join(command[6:])}") from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, said
 
 
 def survives(mutant: Mutant, folder: Path) -> list[str]:
