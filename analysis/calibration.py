@@ -76,25 +76,21 @@ def shape_of(samples: Sequence[Sequence[float]], scale: str) -> str:
     return "opposed" if min(map(abs, skews)) > SKEWED and skews[0] * skews[1] < 0 else "normal"
 
 
-def warnings(comparison: Comparison, samples: Sequence[Sequence[float]]) -> list[str]:
-    """What the simulations say of data like these, where a verdict was false in more than 6 % of them."""
-    if comparison.paired:
+def warnings(
+    comparison: Comparison, samples: Sequence[Sequence[float]], verdict: Verdict
+) -> list[str]:
+    """What the simulations say of ``verdict`` on data like these, where it was false in more than 6 % of them."""
+    if comparison.paired or verdict not in (Verdict.DIFFERENT, Verdict.EQUIVALENT):
         return []
     n = min(comparison.n, comparison.n_baseline)
     shape = shape_of(samples, comparison.scale)
     hidden = n < TELLING_RUNS
     cell = nearest("skewed" if hidden else shape, comparison.spread_ratio, n)
-    rates = {
-        Verdict.DIFFERENT: cell.false_different,
-        Verdict.EQUIVALENT: cell.false_equivalent,
-    }
-    worse = [f"{verdict} {rate:.0%}" for verdict, rate in rates.items() if rate > ALLOWED]
-    if not worse:
+    rate = cell.false_different if verdict == Verdict.DIFFERENT else cell.false_equivalent
+    if rate <= ALLOWED:
         return []
-    spreads = (
-        f"spreads {cell.spread_ratio:g}-fold apart" if cell.spread_ratio > 1 else "equal spreads"
-    )
-    looks = f"{n} runs cannot show whether they are skewed; if they are, with {spreads}"
+    spreads = f"{cell.spread_ratio:g}-fold apart" if cell.spread_ratio > 1 else "equal"
+    looks = f"{n} runs cannot show whether they are skewed; if they are, with spreads {spreads}"
     if not hidden:
-        looks = f"the data look {shape}, {spreads}, n = {n}; there"
-    return [f"{looks}, a false verdict is as frequent as {' and '.join(worse)} (nominal 5%)"]
+        looks = f"the data look {shape}, spreads {spreads}; there, with n = {n}"
+    return [f"{looks}, {verdict} was false in {rate:.1%} of simulated comparisons (nominal 5%)"]

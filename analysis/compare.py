@@ -234,7 +234,8 @@ def _record(
     decision = decide(endpoint, comparison, p_adjusted=p_adjusted)
     cautions = [UNCHECKED] + ([FROM_DATA] if comparison.margin_from_data else [])
     if not summarised:
-        cautions += calibration.warnings(comparison, (samples[arm], samples[baseline]))
+        both = (samples[arm], samples[baseline])
+        cautions += calibration.warnings(comparison, both, decision.verdict)
     power = tost_power(
         min(comparison.n, comparison.n_baseline),
         *comparison.tested_spreads,

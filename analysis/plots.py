@@ -23,10 +23,10 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from analysis import wording  # noqa: E402
-from analysis.inference import mean_interval  # noqa: E402
-from analysis.load import Experiment, RunRecord, steady  # noqa: E402
+from analysis.inference import Verdict, mean_interval  # noqa: E402
+from analysis.load import FINISHED, Experiment, RunRecord, steady  # noqa: E402
 from analysis.summaries import mean_over_steps  # noqa: E402
-from analysis.verdict import EndpointResult, Verdict  # noqa: E402
+from analysis.verdict import EndpointResult  # noqa: E402
 
 INK, FAINT = "#010203", "#040506"
 ARM_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
@@ -116,7 +116,7 @@ def forest(results: Sequence[EndpointResult]) -> str:
             axes.text(place, 1.02, text, transform=axes.transAxes, ha=side, va="bottom")
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
-        return _svg(figure, "forest")
+        return to_svg(figure, "forest")
 
 
 def evaluation_curves(experiment: Experiment, field: str, label: str) -> str:
@@ -161,7 +161,7 @@ def step_parts(experiment: Experiment) -> str:
         axes.set_xlabel("seconds a step, mean over steady steps")
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside upper left", ncols=8)
-        return _svg(figure, "parts")
+        return to_svg(figure, "parts")
 
 
 def mismatch_and_lag(experiment: Experiment) -> str:
@@ -203,7 +203,7 @@ def mismatch_and_lag(experiment: Experiment) -> str:
             axes.title.set_fontsize(10)
             if axes.has_data() and axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=8, ncols=2)
-        return _svg(figure, "mismatch")
+        return to_svg(figure, "mismatch")
 
 
 def distributions(
@@ -233,7 +233,7 @@ def distributions(
             axes.grid(axis="y", visible=False)
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.ticklabel_format(axis="x", scilimits=(-3, 5), useMathText=True)
-            figures.append((result.endpoint.name, _svg(figure, f"runs {result.endpoint.name}")))
+            figures.append((result.endpoint.name, to_svg(figure, f"runs {result.endpoint.name}")))
     return figures
 
 
@@ -245,13 +245,17 @@ def _curves(experiment: Experiment, field: str, label: str, *, smoothing: int, m
             if table.empty:
                 continue
             _draw_arm(axes, table.apply(_smooth, window=smoothing), index, arm.name, marked)
+        control = _table([run for run in experiment.controls if run.state == FINISHED], field)
+        if not control.empty:
+            level = control.apply(_smooth, window=smoothing).mean(axis=1)
+            axes.plot(level, color=INK, ls=(0, (1, 2)), lw=1.2, label="learning rate zero")
         if not axes.has_data():
             plt.close(figure)
             return ""
         axes.set(xlabel="step", ylabel=label)
         axes.margins(x=0.01)
-        axes.legend(loc="lower right")
-        return _svg(figure, field)
+        figure.legend(loc="outside upper left", ncols=3, fontsize=9)
+        return to_svg(figure, field)
 
 
 def _draw_arm(axes: Axes, table: pd.DataFrame, index: int, name: str, marked: bool) -> None:
@@ -293,7 +297,7 @@ def _in_margins(result: EndpointResult, value: float) -> float:
     return sign * tested / result.comparison.tested_margin
 
 
-def _svg(figure: Figure, name: str) -> str:
+def to_svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element that scales with its column and takes the page's colours and fonts."""
     buffer = io.StringIO()
     with plt.rc_context({"svg.hashsalt": name}):

@@ -135,6 +135,15 @@ class NeededRuns:
         return f"{low} a side" if low == high else f"{estimate} a side, range {low} to {high}"
 
 
+def spread_factors(df: float) -> tuple[float, float]:
+    """(low, high): by how much the true spread may differ from the one seen, its 80 % chi-square interval."""
+    tail = (1 - SPREAD_LEVEL) / 2
+    return (
+        math.sqrt(df / stats.chi2.ppf(1 - tail, df)),
+        math.sqrt(df / stats.chi2.ppf(tail, df)),
+    )
+
+
 def needed_runs(
     sd: float,
     sd_baseline: float | None,
@@ -150,12 +159,8 @@ def needed_runs(
     non-inferiority in place of equivalence.
     """
     count = runs_for_non_inferiority if one_sided else runs_for_equivalence
-    tail = (1 - SPREAD_LEVEL) / 2
-    factors = (
-        math.sqrt(df / stats.chi2.ppf(1 - tail, df)),
-        1.0,
-        math.sqrt(df / stats.chi2.ppf(tail, df)),
-    )
+    low, high = spread_factors(df)
+    factors = (low, 1.0, high)
     return NeededRuns(
         *(
             count(sd * f, None if sd_baseline is None else sd_baseline * f, margin, alpha=alpha)

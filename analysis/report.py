@@ -1,11 +1,10 @@
-"""Judge an experiment's runs and write what may be said: a page, a Markdown file, and JSON for machines.
+"""Judge an experiment's runs and write what may be said: a page, Markdown, LaTeX tables, and JSON for machines.
 
     python -m analysis.report moe_vl                        reads the one scale of runs/moe_vl that has a plan
     python -m analysis.report moe_vl --scale cluster --json
 
-Writes ``report.html`` (self-contained), ``report.md`` and ``report.json`` into ``runs/<experiment>/<scale>/report/``.
-report.json is the report; the page and the Markdown file are views of it. Estimate and interval of an INVALID endpoint
-are withheld; each run's own value stays in report.json.
+Writes ``report.html`` (self-contained), ``report.md``, ``report.tex`` and ``report.json`` into
+``runs/<experiment>/<scale>/report/``. report.json is the report (``report_data.py``); the others are views of it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +22,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from analysis import plots, wording
-from analysis.checks import Check
-from analysis.load import FINISHED, NOT_STARTED, Experiment, LoadError, RunRecord, load_experiment
-from analysis.matching import leaves, protocol
-from analysis.plan import Endpoint, PlanError
-from analysis.verdict import EndpointResult, Verdict, judge
+from analysis import latex, plots, plots_runs, wording
+from analysis.calibration import ALLOWED, cells
+from analysis.inference import Verdict
+from analysis.load import Experiment, LoadError, load_experiment
+from analysis.plan import PlanError
+from analysis.report_data import report_data
+from analysis.verdict import EndpointResult, judge
 
-SCHEMA_VERSION = 1
 GLYPHS = {
     Verdict.EQUIVALENT: "\u2248",
     Verdict.NON_INFERIOR: "\u2265",
@@ -47,40 +44,6 @@ TERMINAL_STYLES = {
     Verdict.INCONCLUSIVE: "cyan",
     Verdict.INVALID: "red",
 }
-
-
-def report_data(experiment: Experiment, results: tuple[EndpointResult, ...]) -> dict[str, Any]:
-    """The whole report as plain data (report.json): plan, accounting, endpoints with verdicts, checks, protocol."""
-    plan = experiment.plan
-    checks = {
-        (result.measurement.candidate, check.name): check
-        for result in results
-        for check in result.measurement.checks
-    }
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "experiment": plan.experiment,
-        "scale": plan.scale,
-        "question": plan.question,
-        "baseline": plan.baseline,
-        "generated": datetime.now(UTC).isoformat(timespec="seconds"),
-        "alpha": plan.alpha_per_look,
-        "looks": plan.looks,
-        "pairing_unit": plan.pairing_unit,
-        "seeds": list(plan.seeds),
-        "arms": [_arm(experiment, arm.name, arm.role) for arm in plan.arms],
-        "endpoints": [_endpoint(experiment, result) for result in results],
-        "checks": [_check(candidate, check) for (candidate, _), check in checks.items()],
-        "protocol": _shared_protocol(experiment),
-        "differences": _arm_settings(experiment),
-        "runs": [_run(run) for run in (*experiment.runs, *experiment.beyond)],
-        "plan": {
-            "created": plan.created.isoformat(),
-            "exclusion": plan.exclusion.model_dump(),
-            "lost_run_rule": plan.lost_run_rule.model_dump(),
-            "amendments": [amendment.model_dump(mode="json") for amendment in plan.amendments],
-        },
-    }
 
 
 def write_report(folder: str | Path) -> dict[str, Any]:
@@ -102,10 +65,11 @@ def write_report(folder: str | Path) -> dict[str, Any]:
     templates.filters["cell"] = _cell
     shared = {"report": data, "glyphs": {verdict.value: glyph for verdict, glyph in GLYPHS.items()}}
     page = templates.get_template("report.html.j2").render(
-        **shared, figures=_figures(experiment, results)
+        **shared, figures=_figures(experiment, results), calibration=_calibration()
     )
     (target / "report.html").write_text(page)
     (target / "report.md").write_text(templates.get_template("report.md.j2").render(**shared))
+    (target / "report.tex").write_text(latex.report_tables(data))
     return data
 
 
@@ -137,163 +101,30 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split("\n")).replace("|", "\\|")
 
 
-def _arm(experiment: Experiment, name: str, role: str) -> dict[str, Any]:
-    runs = experiment.of(name)
-    return {
-        "name": name,
-        "role": role,
-        "planned": len(runs),
-        "started": sum(run.state != NOT_STARTED for run in runs),
-        "finished": sum(run.state == FINISHED for run in runs),
-        "lost": sum(run.state != FINISHED for run in runs),
-        "retried": sum(run.attempts > 1 for run in runs),
-        "beyond_plan": sum(run.system == name for run in experiment.beyond),
-        "lost_runs": [
-            {"seed": run.seed, "folder": run.folder, "reason": run.reason}
-            for run in runs
-            if run.state != FINISHED
-        ],
-    }
-
-
-def _endpoint(experiment: Experiment, result: EndpointResult) -> dict[str, Any]:
-    endpoint, decision, measured = result.endpoint, result.decision, result.measurement
-    withheld = result.comparison is None or decision.verdict == Verdict.INVALID
-    c = None if withheld else result.comparison
-    needed = decision.needed
-    return {
-        "name": endpoint.name,
-        "primary": endpoint.primary,
-        "kind": endpoint.kind,
-        "unit": endpoint.unit,
-        "direction": endpoint.direction,
-        "measured_as": _measured_as(endpoint),
-        "scale": endpoint.scale,
-        "margin": endpoint.margin,
-        "margin_text": wording.margin(endpoint),
-        "margin_reason": endpoint.margin_reason,
-        "candidate": measured.candidate,
-        "baseline": measured.baseline,
-        "n": len(measured.values[measured.candidate]),
-        "n_baseline": len(measured.values[measured.baseline]),
-        "mean": c and c.mean,
-        "mean_baseline": c and c.mean_baseline,
-        "sd": c and c.sd,
-        "sd_baseline": c and c.sd_baseline,
-        "estimate": c and c.estimate,
-        "ci_low": c and c.ci_low,
-        "ci_high": c and c.ci_high,
-        "level": 1 - experiment.plan.alpha_per_look,
-        "tost_low": c and c.tost_low,
-        "tost_high": c and c.tost_high,
-        "estimate_text": wording.effect(endpoint, c.estimate) if c else "\u2013",
-        "ci_text": wording.interval(endpoint, c.ci_low, c.ci_high) if c else "\u2013",
-        "p_difference": c and c.p_difference,
-        "p_difference_holm": c and result.p_holm,
-        "p_equivalence": c and c.p_equivalence,
-        "df": c and c.df,
-        "verdict": decision.verdict.value,
-        "headline": decision.headline,
-        "detail": decision.detail,
-        "reasons": list(decision.reasons),
-        "cautions": list(result.cautions),
-        "needed_n": needed and [needed.low, needed.high],
-        "needed_n_estimate": needed and needed.estimate,
-        "may_write": result.may_write,
-        "may_not_write": result.may_not_write,
-        "item_stderr": _item_stderr(experiment, result),
-        "values": {arm: {str(s): v for s, v in by.items()} for arm, by in measured.values.items()},
-    }
-
-
-def _item_stderr(experiment: Experiment, result: EndpointResult) -> float | None:
-    """Mean standard error over the items of one evaluation, where the records hold it; None for other endpoints."""
-    field = result.endpoint.field
-    if not isinstance(field, str) or result.endpoint.summary != "at_last_step":
-        return None
-    name = f"{field.removesuffix('_mean')}_stderr"
-    runs = [run for arm in result.measurement.values for run in experiment.finished(arm)]
-    recorded = [run.metrics[name].dropna() for run in runs if name in run.metrics]
-    errors = [series.iloc[-1] for series in recorded if len(series)]
-    return float(sum(errors) / len(errors)) if errors else None
-
-
-def _measured_as(endpoint: Endpoint) -> str:
-    texts = {
-        "at_last_step": "at the last step",
-        "final_window_mean": f"mean of the last {endpoint.window} records",
-        "total_rate": "total over total, steady steps",
-        "auc": "mean height of the curve",
-    }
-    return f"{endpoint.field}, {texts[endpoint.summary]}"
-
-
-def _check(candidate: str, check: Check) -> dict[str, Any]:
-    record = asdict(check) | {"candidate": candidate, "status": _status(check)}
-    record["endpoints"] = list(check.endpoints)
-    return record
-
-
-def _status(check: Check) -> str:
-    """passed, failed, flagged (shown only) or unverified."""
-    if check.passed is None:
-        return "unverified"
-    if check.passed:
-        return "passed"
-    return "flagged" if check.effect == "flag" else "failed"
-
-
-def _run(run: RunRecord) -> dict[str, Any]:
-    times = run.metrics["time_unix"] if "time_unix" in run.metrics else None
-    return {
-        "folder": run.folder,
-        "system": run.system,
-        "seed": run.seed,
-        "planned": run.planned,
-        "state": run.state,
-        "reason": run.reason,
-        "attempts": run.attempts,
-        "last_step": None if run.metrics.empty else int(run.metrics.index[-1]),
-        "minutes": None if times is None else round(float(times.max() - times.min()) / 60, 1),
-    }
-
-
-def _shared_protocol(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    """Section -> key -> value, of the leaves that every started run shares."""
-    configs = [protocol(run.config) for run in experiment.runs if run.config]
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in (configs[0] if configs else {}).items():
-        if all(key in other and other[key] == value for other in configs):
-            section, _, name = key.partition(".")
-            sections.setdefault(section, {})[name or section] = value
-    return sections
-
-
-def _arm_settings(experiment: Experiment) -> list[dict[str, Any]]:
-    """What the arms do not share: one row a key, one value an arm (several where its runs disagree)."""
-    rows: dict[str, dict[str, list[Any]]] = {}
-    names = [arm.name for arm in experiment.plan.arms]
-    for run in experiment.runs:
-        own = {key: value for key, value in run.config.items() if key != "seed"}
-        for key, value in leaves(own):
-            seen = rows.setdefault(key, {}).setdefault(run.system, [])
-            if value not in seen:
-                seen.append(value)
-    return [
-        {"key": key, "values": {name: seen.get(name, []) for name in names}}
-        for key, seen in rows.items()
-        if len({json.dumps(seen.get(name), sort_keys=True) for name in names}) > 1
-        or any(len(values) > 1 for values in seen.values())
-    ]
-
-
 def _figures(experiment: Experiment, results: tuple[EndpointResult, ...]) -> dict[str, Any]:
     return {
         "forest": plots.forest(results),
         "runs": plots.distributions(experiment, results),
+        "timeline": plots_runs.timeline(experiment),
+        "power": plots_runs.power_curves(results),
         "curves": [figure for figure in _curve_figures(experiment) if figure],
         "parts": plots.step_parts(experiment),
         "mismatch": plots.mismatch_and_lag(experiment),
+    }
+
+
+def _calibration() -> dict[str, Any]:
+    """The measured table of false verdicts, a row a shape and ratio of spreads."""
+    rows: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for cell in cells():
+        rates = (cell.false_different, cell.false_equivalent)
+        text = " / ".join(f"{100 * rate:.1f}" for rate in rates)
+        rows.setdefault((cell.shape, cell.spread_ratio), []).append(
+            {"text": text, "bad": max(rates) > ALLOWED}
+        )
+    return {
+        "runs": sorted({cell.n for cell in cells()}),
+        "rows": [{"shape": s, "spread_ratio": r, "cells": row} for (s, r), row in rows.items()],
     }
 
 

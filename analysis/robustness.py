@@ -82,7 +82,7 @@ def cautions(
         found.append(
             f"the pairs' correlation is {comparison.correlation:.2f}: pairing cost power here"
         )
-    found += calibration.warnings(comparison, measured.samples)
+    found += calibration.warnings(comparison, measured.samples, verdict)
     if have < FEW_RUNS:
         found.append(
             f"n = {have}: an interval from so few runs leans on normality, which cannot be checked"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from analysis.calibration import ALLOWED, cells, nearest, shape_of, warnings
-from analysis.inference import compare_samples
+from analysis.inference import Verdict, compare_samples
+from analysis.load import load_experiment
+from analysis.verdict import judge
+from tests.analysis.synthetic import MEGATRON, MOLT, write_experiment
 from tests.bench import calibration as study
 
 
@@ -60,18 +65,30 @@ SKEWED = [0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 0.15, 0.25, 4.0, 0.4]
 def test_skewed_data_are_warned_of_with_the_measured_rate():
     wide = [5 * value for value in SKEWED]
     comparison = compare_samples(SKEWED, wide, margin=1.0)
-    (warning,) = warnings(comparison, (SKEWED, wide))
-    assert "look skewed" in warning and "5-fold" in warning and "DIFFERENT 10%" in warning
+    (warning,) = warnings(comparison, (SKEWED, wide), Verdict.DIFFERENT)
+    measured = nearest("skewed", 5.0, 10).false_different
+    assert "look skewed, spreads 5-fold" in warning
+    assert f"DIFFERENT was false in {measured:.1%}" in warning
+    assert warnings(comparison, (SKEWED, wide), Verdict.INCONCLUSIVE) == []
 
 
 def test_normal_data_are_not_warned_of():
     ours = list(np.random.default_rng(0).normal(0, 1, 10))
     comparison = compare_samples(ours, [2 * x for x in ours], margin=1.0)
     assert shape_of((ours, ours), "absolute") == "normal"
-    assert warnings(comparison, (ours, ours)) == []
+    assert warnings(comparison, (ours, ours), Verdict.DIFFERENT) == []
 
 
 def test_three_runs_cannot_show_their_skew_and_are_warned_of():
     ours, theirs = [1.0, 2.0, 3.0], [10.0, 25.0, 40.0]
-    (warning,) = warnings(compare_samples(ours, theirs, margin=1.0), (ours, theirs))
+    comparison = compare_samples(ours, theirs, margin=1.0)
+    (warning,) = warnings(comparison, (ours, theirs), Verdict.DIFFERENT)
     assert "3 runs cannot show" in warning
+
+
+def test_a_report_carries_the_warning_beside_its_verdict(tmp_path):
+    arms = {"molt": replace(MOLT, step_log_sd=0.15), "megatron": replace(MEGATRON, step_s=6.0)}
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, arms=arms)
+    result = judge(load_experiment(folder))[1]
+    assert result.decision.verdict == Verdict.DIFFERENT
+    assert any("3 runs cannot show whether" in caution for caution in result.cautions)
