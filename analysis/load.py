@@ -38,6 +38,8 @@ class Attempt:
     started: float
     ended: float | None
     state: str
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Name -> version of what was installed, {} where it was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ def _spans(attempts: list[Path]) -> Iterator[Attempt]:
             start["time"],
             end.get("ended"),
             end.get("state", "no end recorded"),
+            start.get("packages", {}),
         )
 
 

@@ -78,7 +78,15 @@ def same_code(pair: Pair) -> Finding:
     effect="flag",
 )
 def same_packages(pair: Pair) -> Finding:
-    return _same(pair, "fingerprints", "packages")
+    """By the hash that each run.json holds, and by name over every attempt: a run may go on after an upgrade."""
+    finding = _same(pair, "fingerprints", "packages")
+    installed = [span.packages for run in pair.runs for span in run.spans if span.packages]
+    versions = differing_keys([dict(packages) for packages in installed])
+    named = [f"{name} {' or '.join(sorted(seen))}" for name, seen in sorted(versions.items())]
+    if not named:
+        return finding
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    return Finding(False, finding.values, f"{'; '.join(named[:5])}{more}".replace('"', ""))
 
 
 @pair_check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,19 @@ MORE_FAULTS = {
         (drop_field("tokens_in_flight"), "tokens_in_flight was never recorded"),
     ],
 }
+
+
+def test_a_run_that_went_on_after_an_upgrade_names_the_package(tmp_path):
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=20)
+    for number, version in (("01", "2.12"), ("02", "2.13")):
+        for run in folder.glob("molt-s1*"):
+            attempt = run / "attempts" / number
+            attempt.mkdir(exist_ok=True)
+            start = {"time": 1.0, "host": "a", "packages": {"torch": version, "numpy": "2.0"}}
+            (attempt / "start.json").write_text(json.dumps(start))
+    check = checks_of(folder)["same packages"]
+    assert (check.passed, check.effect) == (False, "flag")
+    assert "torch 2.12 or 2.13" in check.found and "numpy" not in check.found
 
 
 def planted(tmp_path, fault):
