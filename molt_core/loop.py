@@ -3,13 +3,22 @@
     dispatch -> [engines: agents generate] -> pool -> batch -> [trainer: one step] -> refit -> probe -> dispatch
 
 The engines go on generating while the trainer steps; a refit freezes requests where they are, and they go on under
-the new weights. Synchronous training is this loop with ``max_staleness: 0``, lockstep is this loop with a fixed order. The
-loop keeps the books (``rollout/pool.py``) and stops where they do not close.
+the new weights. Synchronous training is this loop with ``max_staleness: 0``. The loop keeps the books (``rollout/pool.py``)
+and stops where they do not close.
+
+Lockstep is this loop with a fixed order: batch k is generated wholly at version k-1-``max_staleness`` and in one composition
+(``rollout/waves.py``), and a step ends before anything new is dispatched, so that no record depends on what arrives when.
+
+A run goes on from the newest complete checkpoint in its folder (``train/checkpoint.py``). Under lockstep it then equals a run
+that was never interrupted, bit for bit in every field but times and attempts. Otherwise no prompt is lost or trained twice:
+finished groups are saved, those still being generated are generated again. ``request_stop`` saves after the step in progress
+and ends the run; it goes on from there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,7 +32,9 @@ from molt_core.algo.aggregation import weighted_rollouts
 from molt_core.config import RunConfig
 from molt_core.data import prompt_source
 from molt_core.rollout.pool import BooksError, Pool
+from molt_core.rollout.refit import RefitReport
 from molt_core.rollout.worker import RolloutWorker
+from molt_core.train.checkpoint import Checkpoint, CheckpointStore, Saver
 from molt_core.train.worker import ProbeResult, TrainerGroup
 from molt_core.types import Batch, ContractError, Group, Trajectory
 
@@ -43,29 +54,40 @@ class Loop:
     """One run. ``await Loop(...).run()`` trains ``config.loop.steps`` steps and leaves its record in ``writer``."""
 
     def __init__(self, config: RunConfig, checkpoint: Path, writer: metrics.RunWriter) -> None:
+        """checkpoint: the Hugging Face folder of the initial policy."""
         self.config, self.checkpoint, self.writer = config, checkpoint, writer
         prompts = prompt_source(config.task, "train", config.seed)
         self.pool = Pool(config.rollout, config.loop, lambda index: prompts.item(index).prompt_id)
+        self.store = CheckpointStore(writer.checkpoints, config.checkpoint)
         self.changed = asyncio.Event()
         self.tasks: set[asyncio.Task] = set()
         self.dropped_in_a_row = 0
         self.failure: BaseException | None = None
         self.reward_sums = metrics.RewardSums()
         self.optimizer_steps = 0
+        self.tokens_before: Counter[str] = Counter()
+        """Tokens that engines of earlier attempts sampled, by what they were for."""
+        self.stop_requested = False
 
-    async def run(self) -> None:
+    def request_stop(self) -> None:
+        """Save after the step in progress, then end ``run``. Safe to call from a signal handler of the event loop."""
+        self.stop_requested = True
+
+    async def run(self) -> bool:
+        """Train to the last step. False where the run stopped before it, as requested, with its state saved."""
         self.writer.heartbeat("starting", 0)
+        saved = self._newest_checkpoint()
         await self._start()
         try:
-            await self._refit()
-            probe = await self._probe_and_dispatch()
-            self.writer.record(
-                {"step": 0, "phase": "initial", **metrics.probe(probe), **await self._evaluate()}
-            )
+            first = 1 + (await self._begin() if saved is None else await self._resume(saved))
             self.step_started = time.time()
-            for step in range(1, self.config.loop.steps + 1):
+            for step in range(first, self.config.loop.steps + 1):
                 self.writer.heartbeat("training", step - 1)
-                await self._step(step)
+                if not await self._step(step):
+                    await self.saver.wait()
+                    self.writer.heartbeat("stopped", step)
+                    return False
+            await self.saver.wait()
             await self._close_books()
             await self.trainer.export(self.writer.policy_folder)
         finally:
@@ -76,6 +98,16 @@ class Loop:
                 *ends, return_exceptions=True
             )  # a dead engine must not hide why it died
         self.writer.heartbeat("finished", self.config.loop.steps)
+        return True
+
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """Where to go on from. What an attempt before this one left unfinished is cleared away."""
+        self.store.clear_drafts()
+        shutil.rmtree(self.writer.policy_folder, ignore_errors=True)
+        complete, torn = self.store.scan()
+        for problem in torn:
+            print(f"not used: {problem}", flush=True)
+        return complete[-1] if complete else None
 
     async def _start(self) -> None:
         """Bring up engines and trainer side by side and connect them."""
@@ -91,18 +123,50 @@ class Loop:
             *(worker.start.remote() for worker in self.workers),
         )
         await self.trainer.connect(self.workers, engine.tensor_parallel)
+        self.saver = Saver(self.store, self.trainer, self.checkpoint)
+
+    async def _begin(self) -> int:
+        """Version 0, measured before anything is trained; returns the step that is done, 0."""
+        await self._refit(0)  # an identity, which the probe shows
+        probe = await self._probe()
+        evaluation = await self._evaluate()
+        self.writer.record({"step": 0, "phase": "initial", **metrics.probe(probe), **evaluation})
+        self._dispatch()
+        return 0
+
+    async def _resume(self, saved: Checkpoint) -> int:
+        """Take over what ``saved`` holds and probe it; returns the step that is done."""
+        await self.trainer.load(saved.trainer)
+        state = saved.loop_state()
+        self.pool.restore(state["pool"])
+        self.optimizer_steps = state["optimizer_steps"]
+        self.dropped_in_a_row = state["dropped_in_a_row"]
+        self.tokens_before.update(state["engine_tokens"])
+        self.tokens_before["train"] = self.pool.tokens.generated
+        await self._refit(self.pool.version)
+        probe = await self._probe(due=True)
+        # This probe was counted when the step was recorded.
+        self.tokens_before["probe"] -= len(probe.differences) + probe.tied
+        self.writer.resumed(
+            saved.step, {"policy_version": self.pool.version, **metrics.probe(probe)}
+        )
+        self._dispatch()
+        return saved.step
 
     # Generation
 
     def _dispatch(self) -> None:
-        for index in self.pool.dispatch():
-            worker = self.workers[index % len(self.workers)]
-            task = asyncio.create_task(self._generate(worker, index, self.pool.version))
+        indices = self.pool.dispatch()
+        together = Counter(index % len(self.workers) for index in indices)
+        for index in indices:
+            number = index % len(self.workers)
+            arguments = (index, self.pool.version, together[number])
+            task = asyncio.create_task(self._generate(self.workers[number], *arguments))
             self.tasks.add(task)
             task.add_done_callback(self._generated)
 
-    async def _generate(self, worker: Any, index: int, version: int) -> Group:
-        return await worker.rollout.remote(index, version)
+    async def _generate(self, worker: Any, index: int, version: int, together: int) -> Group:
+        return await worker.rollout.remote(index, version, together)
 
     def _generated(self, task: asyncio.Task) -> None:
         """A group has arrived: book it, replace it where it was dropped, wake the trainer."""
@@ -136,7 +200,8 @@ class Loop:
 
     # Training
 
-    async def _step(self, step: int) -> None:
+    async def _step(self, step: int) -> bool:
+        """Train one batch, refit, measure, record, save; False where the run is to stop now."""
         waiting = time.time()
         batch: Batch = await self._until(self.pool.take)
         lags = self.pool.lags(batch)
@@ -159,19 +224,30 @@ class Loop:
             await self._until(lambda: not self.pool.running)
             waited += time.time() - waiting
         refit_started = time.time()
-        refit = await self._refit()
+        refit = await self._refit(self.pool.version + 1)
         refit_s = time.time() - refit_started
         probe_started = time.time()
-        probe = await self._probe_and_dispatch()
+        probe = await self._probe()
         probe_s = time.time() - probe_started
         if self._evaluates(step):
             self.writer.heartbeat("evaluating", step)
         evaluation = await self._evaluate() if self._evaluates(step) else {}
         busy, engine_tokens = await self._engine_clocks()
+        stops = self.stop_requested and step < self.config.loop.steps
+        saves = stops or self._saves(step)
+        save_started = time.time()
+        if saves:
+            await self.saver.wait()
+        # One moment: the books of this record are those of the state that is saved.
         self.pool.check()
         dispatch_hash, trained_hash = self.pool.fingerprints(step)
+        counts = {**metrics.books(self.pool), **self.reward_sums.take()}
+        checkpoint = {}
+        if saves:
+            await self.saver.begin(step, self._state(engine_tokens))
+            checkpoint["t_checkpoint_s"] = time.time() - save_started
         ended = time.time()
-        self.writer.record(
+        record = self.writer.record(
             {
                 "step": step,
                 "phase": "train",
@@ -190,35 +266,53 @@ class Loop:
                 "lag_max": int(lags.max()),
                 "prompts_fingerprint": dispatch_hash,
                 "trained_fingerprint": trained_hash,
-                **metrics.books(self.pool),
+                **counts,
                 "tokens_evaluation": engine_tokens["eval"],
                 "tokens_probe": engine_tokens["probe"],
                 **metrics.batch(batch),
                 **metrics.training(result, self.config.optimizer.clip_norm),
-                **self.reward_sums.take(),
                 **(metrics.probe(probe) if probe else {}),
                 **evaluation,
+                **checkpoint,
             }
         )
         self.step_started = ended
+        if saves:
+            self.saver.commit(record)
+        self.saver.check()
+        if not stops:
+            self._dispatch()
+        return not stops
 
-    async def _refit(self):
-        """Give the engines the trainer's weights. The first one, before any step, is version 0 again: an identity."""
-        version = self.pool.version + 1 if self.pool.groups.trained else 0
+    def _saves(self, step: int) -> bool:
+        """The last step leaves the trained policy and no checkpoint."""
+        every = self.config.checkpoint.every_steps
+        return every is not None and step % every == 0 and step < self.config.loop.steps
+
+    def _state(self, engine_tokens: Counter[str]) -> dict[str, Any]:
+        return {
+            "pool": self.pool.state(),
+            "optimizer_steps": self.optimizer_steps,
+            "dropped_in_a_row": self.dropped_in_a_row,
+            "engine_tokens": engine_tokens,
+        }
+
+    async def _refit(self, version: int) -> RefitReport:
+        """Give the engines the trainer's weights as ``version``."""
         await asyncio.gather(*(worker.pause.remote() for worker in self.workers))
         report = await self.trainer.send_weights(self.workers)
         await asyncio.gather(*(worker.resume.remote(version) for worker in self.workers))
         self.pool.version = version
         return report
 
-    async def _probe_and_dispatch(self) -> ProbeResult | None:
+    async def _probe(self, due: bool = False) -> ProbeResult | None:
         """Fresh tokens of the new version, scored by the trainer before its next step (invariant 4); None where none is due.
 
         The probe goes to the engines ahead of new groups, because the trainer waits for it; while it is scored the engines
-        are at work on the new groups already.
+        are at work on the new groups already (not under lockstep).
         """
         rows: list[Trajectory] = []
-        if self.pool.version % self.config.probe.every == 0:
+        if due or self.pool.version % self.config.probe.every == 0:
             length = min(self.config.probe.new_tokens, self.config.rollout.sampling.max_new_tokens)
             count = -(-self.config.probe.tokens // length)
             each = -(-count // len(self.workers))
@@ -230,7 +324,8 @@ class Loop:
                 raise ContractError(
                     f"a probe of {self.config.probe.tokens} tokens had room for fewer; raise model.max_length"
                 )
-        self._dispatch()
+        if not self.pool.lockstep:
+            self._dispatch()
         return await self.trainer.score(rows) if rows else None
 
     def _evaluates(self, step: int) -> bool:
@@ -248,7 +343,9 @@ class Loop:
     async def _engine_clocks(self) -> tuple[list[tuple[float, float]], Counter[str]]:
         """Stretches of decoding since the last call, and tokens sampled so far by what they were for."""
         clocks = await asyncio.gather(*(worker.busy.remote() for worker in self.workers))
-        tokens = sum((Counter(tokens) for _, tokens in clocks), Counter())
+        tokens = Counter(self.tokens_before)
+        for _, sampled in clocks:
+            tokens.update(sampled)
         return [stretch for stretches, _ in clocks for stretch in stretches], tokens
 
     def _devices(self) -> int:

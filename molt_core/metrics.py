@@ -30,22 +30,52 @@ class RunWriter:
         self.run_dir, self.attempt, self.steps = Path(run_dir), attempt, steps
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.reward_mean: float | None = None
+        self._drop_unfinished_line()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
 
     @property
     def policy_folder(self) -> Path:
         """Where the trained policy goes."""
-        return self.run_dir / "checkpoints" / "policy"
+        return self.checkpoints / "policy"
 
-    def record(self, fields: Mapping[str, Any]) -> None:
+    @property
+    def attempt_folder(self) -> Path:
+        return self.run_dir / "attempts" / f"{self.attempt:02d}"
+
+    def record(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Append a step's record, on disk when this returns. What a later attempt records of a step is what counts."""
         line = {"attempt": self.attempt, "time_unix": time.time(), **fields}
         self.reward_mean = line.get("reward_mean", self.reward_mean)
-        with open(self.run_dir / "metrics.jsonl", "a") as file:
+        with open(self._metrics, "a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         print(_summary(line, self.steps), flush=True)
+        return line
+
+    def resumed(self, step: int, fields: Mapping[str, Any]) -> None:
+        """What this attempt went on from, and the probe of it."""
+        self.attempt_folder.mkdir(parents=True, exist_ok=True)
+        facts = {"step": step, "time_unix": time.time(), **fields}
+        (self.attempt_folder / "resume.json").write_text(json.dumps(facts, indent=2) + "\n")
+        print(f"goes on after step {step}/{self.steps}", flush=True)
+
+    @property
+    def _metrics(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+    def _drop_unfinished_line(self) -> None:
+        """A killed writer may leave half a line, which the next record must not be glued to."""
+        if self._metrics.exists():
+            whole = self._metrics.read_bytes()
+            os.truncate(self._metrics, whole.rfind(b"\n") + 1)
 
     def dump(self, name: str, content: Any) -> Path:
         """Pickle ``content`` into this attempt's folder, for a person to look at; returns the file."""
-        file = self.run_dir / "attempts" / f"{self.attempt:02d}" / name
+        file = self.attempt_folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(pickle.dumps(content))
         return file
@@ -184,9 +214,10 @@ class RewardSums:
     def take(self) -> dict[str, float]:
         if not self.rewards:
             return {}
+        rewards = np.sort(self.rewards)  # so that no last bit depends on the order of arrival
         fields = {
-            "reward_mean": float(np.mean(self.rewards)),
-            "reward_std": float(np.std(self.rewards, ddof=1)) if len(self.rewards) > 1 else 0.0,
+            "reward_mean": float(np.mean(rewards)),
+            "reward_std": float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0,
             "response_tokens_mean": float(np.mean(self.lengths)),
             "truncated_fraction": float(np.mean(self.truncated)),
             "rollouts": len(self.rewards),

@@ -6,6 +6,7 @@ filled from the model's own generation config, and the trainer would score anoth
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -175,6 +176,44 @@ class Engine:
 
         Raises ContractError where the engine leaves out a log-probability or a version.
         """
+        submitted = await self._submit(
+            prompt_ids,
+            images,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop_at_eos=stop_at_eos,
+        )
+        return await self._answer(submitted, purpose)
+
+    async def generate_together(
+        self, calls: Sequence[tuple[tuple, Mapping[str, Any]]]
+    ) -> list[Sampled]:
+        """``generate`` for each of ``calls`` (its arguments), computed in this order from empty caches, in one composition.
+
+        The engine must have no other requests. It stands still until it has all of them, so that no forward pass depends on
+        when they arrived, nor on what was cached before.
+        """
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        submitted = []
+        for positional, named in calls:
+            named = dict(named)
+            purpose = named.pop("purpose")
+            submitted.append((await self._submit(*positional, **named), purpose))
+        await self._llm.resume_generation()
+        return await asyncio.gather(*(self._answer(queue, purpose) for queue, purpose in submitted))
+
+    async def _submit(
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[ImageInput],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        stop_at_eos: bool,
+    ) -> Any:
+        """Put a request into vLLM's queue; returns where its answer will come from."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -198,13 +237,17 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._requests += 1
-        request_id = f"r{self._requests}"
         try:
             pixels = tuple((image.pixels.tobytes(), image.pixels.shape) for image in images)
             prompt = self._rendered(tuple(prompt_ids), pixels)
+            return await self._llm.add_request(f"r{self._requests}", prompt, params)
+        except Exception as error:
+            raise EngineError(f"generation failed: {type(error).__name__}: {error}") from error
+
+    async def _answer(self, queue: Any, purpose: str) -> Sampled:
+        try:
             with self.clock.request():
-                async for output in self._llm.generate(prompt, params, request_id):
-                    final = output
+                final = await queue.get()
         except Exception as error:
             raise EngineError(f"generation failed: {type(error).__name__}: {error}") from error
         self.tokens[purpose] += len(final.outputs[0].token_ids)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,8 @@ class Pool:
         """Whole groups that wait for the trainer, by dispatch index."""
         self.dispatched = 0
         self.tokens, self.groups = Books(), Books()
+        self._again: list[int] = []
+        """Groups that were being generated when the run was saved: running, and to be started again."""
         self._prompt_id = prompt_id
         self._dispatch_hash, self._hashed = hashlib.sha256(), 0
         self._trained_hash = 0
@@ -70,15 +73,16 @@ class Pool:
 
     def dispatch(self) -> list[int]:
         """Indices to start now. The caller starts each of them and reports it with ``finish``."""
-        if self.lockstep and self.running:
+        if self.lockstep and len(self.running) > len(self._again):
             return []
         wanted = min(self.version + self.loop.max_staleness + 1, self.loop.steps) * self.size
         count = max(0, wanted - (self.dispatched - sum(self.groups.dropped.values())))
         indices = list(range(self.dispatched, self.dispatched + count))
-        self.running.update(dict.fromkeys(indices, self.version))
+        again, self._again = self._again, []
+        self.running.update(dict.fromkeys([*again, *indices], self.version))
         self.dispatched += count
         self.groups.generated += count
-        return indices
+        return [*again, *indices]
 
     def finish(self, group: Group) -> str | None:
         """Take in a generated group; returns the reason where it is dropped."""
@@ -169,7 +173,42 @@ class Pool:
 
     def fingerprints(self, step: int) -> tuple[str, str]:
         """(hash of the first ``step * groups_per_step`` prompt ids in dispatch order, order-free hash of trained groups)."""
-        while self._hashed < step * self.size:
+        return self._hash_prompts(step * self.size)[:16], f"{self._trained_hash:016x}"
+
+    def _hash_prompts(self, count: int) -> str:
+        while self._hashed < count:
             self._dispatch_hash.update(self._prompt_id(self._hashed).encode() + b"\n")
             self._hashed += 1
-        return self._dispatch_hash.hexdigest()[:16], f"{self._trained_hash:016x}"
+        return self._dispatch_hash.hexdigest()
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` goes on from. A view of this moment: copy it before anything else happens."""
+        return {
+            "version": self.version,
+            "running": sorted(self.running),
+            "finished": self.finished,
+            "dispatched": self.dispatched,
+            "tokens": self.tokens,
+            "groups": self.groups,
+            "trained_hash": self._trained_hash,
+            "prompts": (self._hashed, self._dispatch_hash.hexdigest()),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` in a fresh pool. Groups that were being generated keep their place and are started again.
+
+        Raises ContractError where the data are not those that the run was saved with.
+        """
+        count, expected = state["prompts"]
+        names = {index: group.prompt_id for index, group in state["finished"].items()}
+        if self._hash_prompts(count) != expected or any(
+            self._prompt_id(index) != name for index, name in names.items()
+        ):
+            raise ContractError(
+                "the checkpoint was written with other prompts, or another order of them, than task and seed give now"
+            )
+        self.version, self.dispatched = state["version"], state["dispatched"]
+        self.tokens, self.groups = state["tokens"], state["groups"]
+        self.finished, self._trained_hash = dict(state["finished"]), state["trained_hash"]
+        self._again = list(state["running"])
+        self.running = dict.fromkeys(self._again, self.version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from molt_core.models.load import eos_token_id, excluded_token_ids
 from molt_core.render import Renderer
 from molt_core.rollout.engine import Engine, EngineError
 from molt_core.rollout.record import Recorder
+from molt_core.rollout.waves import Waves
 from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
 
 PROBE_SAMPLES = 2
@@ -48,13 +50,19 @@ class RolloutWorker:
             eos_token_id(self.checkpoint),
         )
         await self.engine.start()
+        self.waves = Waves(self.engine) if self.config.loop.schedule == "lockstep" else None
 
-    async def rollout(self, index: int, dispatched_version: int) -> Group:
-        """All samples of the prompt at position ``index`` of the dispatch order."""
+    async def rollout(self, index: int, dispatched_version: int, together: int) -> Group:
+        """All samples of the prompt at position ``index`` of the dispatch order.
+
+        together: groups dispatched to this worker at the same time, this one included; they share waves under lockstep.
+        """
         prompt = self.renderer.prompt(self.train.item(index), index)
         sampling = self.config.rollout.sampling
+        samples = self.config.rollout.samples_per_prompt
+        self._expect(together * samples)
         rollouts, generated = await self._sample(
-            prompt, self.config.rollout.samples_per_prompt, sampling, (self.config.seed, index)
+            prompt, samples, sampling, (self.config.seed, index)
         )
         return Group(prompt.prompt_id, index, rollouts, generated, dispatched_version)
 
@@ -64,6 +72,7 @@ class RolloutWorker:
             update={"temperature": self.config.evaluation.temperature}
         )
         prompts = [self._held_out_prompt(index) for index in indices]
+        self._expect(len(prompts))
         groups = await asyncio.gather(
             *(self._sample(prompt, 1, sampling, ("eval", prompt.index)) for prompt in prompts)
         )
@@ -89,7 +98,8 @@ class RolloutWorker:
             for number in range(version * prompts, (version + 1) * prompts)
             for sample in range(PROBE_SAMPLES)
         ][:count]
-        await asyncio.gather(*(r.generate(r.prompt.token_ids, r.prompt.images) for r in recorders))
+        self._expect(len(recorders))
+        await asyncio.gather(*(self._continuation(recorder) for recorder in recorders))
         trajectories = [row for recorder in recorders for row in recorder.trajectories()]
         for row in trajectories:
             if (row.versions[row.action_mask] != version).any():
@@ -110,7 +120,22 @@ class RolloutWorker:
         )
         return tuple(rollouts), sum(recorder.tokens_generated for recorder in recorders)
 
+    async def _continuation(self, recorder: Recorder) -> None:
+        with self._in_episode():
+            await recorder.generate(recorder.prompt.token_ids, recorder.prompt.images)
+
     async def _episode(self, recorder: Recorder, rollout_id: str) -> Rollout:
+        with self._in_episode():
+            return await self._run_agent(recorder, rollout_id)
+
+    def _expect(self, episodes: int) -> None:
+        if self.waves is not None:
+            self.waves.expect(episodes)
+
+    def _in_episode(self) -> AbstractContextManager:
+        return nullcontext() if self.waves is None else self.waves.episode()
+
+    async def _run_agent(self, recorder: Recorder, rollout_id: str) -> Rollout:
         """Run the agent once. Its own failure loses this rollout, by name; a broken contract or engine ends the run."""
         try:
             result = await self.agent.run(recorder)
@@ -130,9 +155,13 @@ class RolloutWorker:
         return Rollout(rollout_id, segments, reward, status, info)
 
     def _recorder(self, prompt: Prompt, sampling: SamplingConfig, key: tuple) -> Recorder:
-        purpose = key[0] if isinstance(key[0], str) else "train"
+        generate = (
+            self.engine.generate
+            if self.waves is None
+            else partial(self.waves.generate, episode=key)
+        )
         return Recorder(
-            partial(self.engine.generate, purpose=purpose),
+            partial(generate, purpose=key[0] if isinstance(key[0], str) else "train"),
             prompt,
             sampling,
             self.config.model.max_length,

@@ -1,7 +1,12 @@
 """Train a policy:  python -m molt_core.train CONFIG.yaml --checkpoint FOLDER --run-dir RUN [--attempt N]
 
-CONFIG is a ``molt_core.config.RunConfig``. Writes RUN/metrics.jsonl and RUN/heartbeat.json. Exit codes: 0 success, 2 bad
-configuration, 3 the run ended by its own judgement; the reason is in RUN/attempts/NN/reason.json and on the last line.
+CONFIG is a ``molt_core.config.RunConfig``. Writes RUN/metrics.jsonl, RUN/heartbeat.json and RUN/checkpoints, and goes on from
+the newest complete checkpoint that is there already. Exit codes: 0 success, 2 bad configuration, 3 the run ended by its own
+judgement (the reason is in RUN/attempts/NN/reason.json and on the last line), 4 it was told to save and stop, and did.
+
+SIGUSR2 to this process, and to no child of it, is "save now and stop": the step in progress is finished and recorded, a
+checkpoint of it completed, and the process ends with exit code 4; the same command goes on from there. So the lead at which
+a scheduler sends it must be longer than a step and a save. SIGTERM ends the run at once, with the last regular checkpoint.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +31,7 @@ from molt_core.metrics import RunWriter
 from molt_core.rollout.engine import EngineError
 from molt_core.rollout.pool import BooksError
 from molt_core.rollout.refit import RefitError
+from molt_core.train.checkpoint import CheckpointError
 from molt_core.types import ContractError
 
 REASONS = {
@@ -34,8 +41,12 @@ REASONS = {
     ContractError: "CONTRACT",
     RefitError: "REFIT",
     EngineError: "ENGINE",
+    CheckpointError: "CHECKPOINT",
     ray.exceptions.RayActorError: "WORKER_DIED",
 }
+
+EXIT_STOPPED = 4
+"""Told to save and stop: the state is on disk, the run is not at its end."""
 
 
 def start_ray(places: int) -> None:
@@ -52,6 +63,12 @@ def start_ray(places: int) -> None:
             prefix="ray-"
         ),  # short: socket paths below it are limited to 107 bytes
     )
+
+
+async def train(loop: Loop) -> bool:
+    """``loop.run()``, with SIGUSR2 as the request to save and stop."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, loop.request_stop)
+    return await loop.run()
 
 
 def reason_of(error: BaseException) -> str | None:
@@ -82,19 +99,20 @@ def main(argv: list[str] | None = None) -> int:
     writer = RunWriter(arguments.run_dir, arguments.attempt, config.loop.steps)
     start_ray(config.engine.count + config.trainer.world_size)
     try:
-        asyncio.run(Loop(config, arguments.checkpoint.resolve(), writer).run())
+        finished = asyncio.run(train(Loop(config, arguments.checkpoint.resolve(), writer)))
     except Exception as error:
         reason = reason_of(error)
         if reason is None:
             raise
-        folder = arguments.run_dir / "attempts" / f"{arguments.attempt:02d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "reason.json").write_text(json.dumps({"reason": reason, "detail": str(error)}))
+        writer.attempt_folder.mkdir(parents=True, exist_ok=True)
+        (writer.attempt_folder / "reason.json").write_text(
+            json.dumps({"reason": reason, "detail": str(error)})
+        )
         print(f"{reason}: {error}", file=sys.stderr)
         return 3
     finally:
         ray.shutdown()
-    return 0
+    return 0 if finished else EXIT_STOPPED
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ class SavingTrainer(Protocol):
 class Saver:
     """Writes one checkpoint at a time while the run goes on: ``begin``, record the step, ``commit``.
 
-    A save that failed raises CheckpointError at the next ``check``, ``begin`` or ``wait``.
+    A save that failed raises CheckpointError at the next ``check`` or ``wait``.
     """
 
     def __init__(self, store: CheckpointStore, trainer: SavingTrainer, policy: Path) -> None:
@@ -191,11 +191,16 @@ class Saver:
         self._task: asyncio.Task | None = None
 
     async def begin(self, step: int, loop_state: Mapping[str, Any]) -> None:
-        """Copy the state of trainer and loop; they may change as soon as this returns. Waits for the save before it."""
-        await self.wait()
-        self._draft = self.store.draft(step)
+        """Copy the state of the loop at once, then that of the trainer; it may step as soon as this returns.
+
+        The save before it must have ended (``wait``).
+        """
         self._loop_state = cloudpickle.dumps(loop_state)
-        await self.trainer.begin_save(self._draft / TRAINER)
+        self._draft = self.store.draft(step)
+        try:
+            await self.trainer.begin_save(self._draft / TRAINER)
+        except Exception as error:
+            raise CheckpointError(f"{self._draft}: the save failed: {error}") from error
 
     def commit(self, record: Mapping[str, Any]) -> None:
         """The step's record is on disk: complete the checkpoint as soon as the ranks have written."""

@@ -1,5 +1,6 @@
 """The pool's promises: bounded lag, closed books, whole groups, dispatch order."""
 
+import pickle
 import random as stdlib_random
 from dataclasses import replace
 
@@ -55,6 +56,85 @@ def test_lag_is_bounded_and_books_close_under_any_order_of_arrival(seed, stalene
         running += p.dispatch()
         p.check()
     assert p.groups.trained == 12 * size
+
+
+def restarted(p: Pool, **kind) -> Pool:
+    """A pool as the next attempt makes it, from a state that went through a file."""
+    again = pool(**kind)
+    again.restore(pickle.loads(pickle.dumps(p.state())))
+    return again
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 3), st.integers(1, 4))
+def test_after_kills_at_any_moment_no_prompt_is_lost_or_trained_twice(seed, staleness, size):
+    """Whatever happened since the last save is forgotten, as a kill forgets it; arrivals come in any order."""
+    random = stdlib_random.Random(seed)
+    kind = {"size": size, "staleness": staleness, "steps": 10}
+    p, trained = pool(**kind), []
+    saved, trained_when_saved, kills = pickle.dumps(p.state()), [], 0
+    running = p.dispatch()
+    while p.version < 10:
+        event = random.random()
+        if event < 0.1:
+            saved, trained_when_saved = pickle.dumps(p.state()), list(trained)
+        elif event < 0.2 and kills < 5:
+            kills += 1
+            p, trained = pool(**kind), list(trained_when_saved)
+            p.restore(pickle.loads(saved))
+            running = []
+        elif running and event < 0.8:
+            index = running.pop(random.randrange(len(running)))
+            lost = random.random() < 0.2
+            p.finish(group(index, version=p.running[index], status="agent_error" if lost else "ok"))
+        elif (batch := train_one(p)) is not None:
+            trained += [g.index for g in batch.groups]
+            assert batch.version - min(g.dispatched_version for g in batch.groups) <= staleness
+        running += p.dispatch()
+        p.check()
+    assert len(trained) == len(set(trained)) == 10 * size == p.groups.trained
+    dropped = p.groups.generated - len(trained) - len(p.running) - len(p.finished)
+    assert dropped == sum(p.groups.dropped.values())
+    left = set(p.running) | set(p.finished)
+    assert len(set(trained) | left) + dropped == p.dispatched, "every place has one fate"
+
+
+def test_finished_groups_are_kept_and_those_being_generated_are_started_again_first():
+    p = pool(size=2, staleness=1)
+    p.dispatch()
+    p.finish(group(0))
+    p.finish(group(2))
+    train_one(p)
+    p.finish(group(1))
+    again = restarted(p, size=2, staleness=1)
+    assert again.dispatch() == [3, 4, 5], "group 3 was in flight; two are new at version 1"
+    assert again.running == {3: 1, 4: 1, 5: 1}
+    again.check()
+    again.finish(group(3, version=1))
+    assert [g.index for g in train_one(again).groups] == [1, 3]
+
+
+def test_fingerprints_go_on_as_if_nothing_had_happened():
+    p = pool(size=2, staleness=0)
+    for step in (1, 2):
+        for index in p.dispatch():
+            p.finish(group(index))
+        train_one(p)
+        if step == 1:
+            p.fingerprints(1)
+            again = restarted(p, size=2, staleness=0)
+    for index in again.dispatch():
+        again.finish(group(index))
+    train_one(again)
+    assert again.fingerprints(2) == p.fingerprints(2)
+
+
+def test_other_data_than_the_checkpoint_was_written_with_are_refused():
+    p = pool(size=2, staleness=0)
+    p.dispatch()
+    p.finish(group(0))
+    with pytest.raises(ContractError, match="other prompts, or another order"):
+        restarted(p, size=2, staleness=0, name="q")
 
 
 def test_synchronous_training_dispatches_one_batch_a_version():
