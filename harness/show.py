@@ -96,6 +96,7 @@ def dry_run(
             highlight=False,
         )
         console.print(Padding(Text(endpoint.margin_reason.strip(), style="dim"), (0, 4)))
+    what_runs_can_show(console, expansion)
     resources = scale.resources
     devices = (
         f" x {resources.devices_per_node} {resources.device}" if resources.devices_per_node else ""
@@ -126,6 +127,24 @@ def scripts(console: Console, texts: Sequence[tuple[str, str]]) -> None:
         console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
+def what_runs_can_show(console: Console, expansion: Expansion) -> None:
+    """Power before the money is spent, by the spread of the runs that are finished where there are some."""
+    from analysis.power import (
+        prospects,
+    )  # here: scipy takes a second that most commands need not wait
+
+    scale = expansion.scale
+    console.print(f"\n[bold]What {len(scale.seeds)} runs a side can show[/]")
+    lines = prospects(
+        expansion.experiment.endpoints,
+        len(scale.seeds),
+        expansion.folder,
+        alpha=scale.rules.alpha,
+    )
+    for line in lines:
+        console.print(Padding(Text(line), (0, 2)))
+
+
 def submitted(
     console: Console,
     expansion: Expansion,
@@ -143,6 +162,8 @@ def submitted(
     for name, why in leave:
         if why != "DONE":
             console.print(f"  {name} is left alone: {why}", highlight=False)
+    if start:
+        what_runs_can_show(console, expansion)
 
 
 def _amended(changed: list[str]) -> str:

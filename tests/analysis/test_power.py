@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
-from statsmodels.stats.power import TTestIndPower
+from statsmodels.stats.power import TTestIndPower, TTestPower
 
 from analysis.power import (
     NeededRuns,
+    largest_spread,
     main,
     needed_runs,
+    non_inferiority_power,
     power_table,
     runs_for_difference,
     runs_for_equivalence,
     tost_power,
     welch_power,
 )
+from tests.analysis.synthetic import write_experiment
 
+ROOT = Path(__file__).parents[2]
 LEAN_SD, HEAVY_SD, HEAVY_MEAN = 2.3, 10.3, 109.5
 
 
@@ -78,8 +85,62 @@ def test_two_runs_a_side_are_refused():
         power_table((2, 3))
 
 
-def test_the_command_prints_the_pilots_endpoints(sound, capsys):
-    main([str(sound), "--runs", "3", "5"])
+def test_power_of_non_inferiority_is_a_one_sided_noncentral_t():
+    """statsmodels, one-sided at alpha 0.05: 20 runs a side, a true lead of one margin of 0.8 SD over the bound."""
+    exact = TTestIndPower().power(0.8, nobs1=20, alpha=0.05, alternative="larger")
+    assert non_inferiority_power(20, 1.0, 1.0, 0.8) == pytest.approx(exact, abs=0.01)
+
+
+def test_power_of_pairs_is_that_of_a_one_sample_test():
+    """statsmodels' one-sample t: 10 pairs, a difference of one SD of the differences."""
+    exact = TTestPower().power(1.0, nobs=10, alpha=0.05)
+    assert welch_power(10, 1.0, None, 1.0) == pytest.approx(exact, abs=0.012)
+
+
+def test_the_largest_spread_is_the_one_at_which_the_power_is_as_asked():
+    spread = largest_spread(5, 0.05)
+    assert tost_power(5, spread, spread, 0.05) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_the_command_reads_an_experiment_without_a_pilot(capsys):
+    """3 runs a side show a margin of 3.0 to 3.5 spreads, so 0.05 needs a spread of at most 0.014 to 0.017."""
+    assert main([str(ROOT / "experiments" / "moe_vl.yaml"), "--scale", "tiny"]) == 0
     printed = capsys.readouterr().out
-    assert "held-out accuracy, margin ±0.03 accuracy" in printed
-    assert "step time, margin ±10" in printed
+    assert "3 runs a side can show EQUIVALENT within ±0.05 share (power 80%)" in printed
+    assert 0.014 <= float(re.search(r"at most (\S+) share", printed)[1]) <= 0.017
+
+
+def test_the_command_plans_with_a_pilots_spread(sound, capsys):
+    path = str(ROOT / "experiments" / "moe_vl.yaml")
+    assert main([path, "--pilot", str(sound), "--runs", "3", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "held-out accuracy: with the pilot's spread (molt" in printed
+    assert len(re.findall(r"│ +3 │.*│ +\d+% │ +\d+% │", printed)) == 3  # a table an endpoint
+    assert "±0.05 share takes n = " in printed
+
+
+def test_a_pilot_alone_brings_its_own_plan(sound, capsys):
+    assert main(["--pilot", str(sound), "--runs", "3"]) == 0
+    assert "within ±0.03 accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.yaml"], "nothing.yaml: cannot be read"),
+        ([str(ROOT / "pyproject.toml")], "cannot be read"),
+        ([str(ROOT / "experiments" / "moe_vl.yaml"), "--scale", "moon"], "has tiny, h100x16"),
+        (["--pilot", "nowhere"], "no frozen plan"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_line(capsys, arguments, message):
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_pilot_without_finished_runs_is_said_so(tmp_path, capsys):
+    lost = {(system, seed): "oom" for system in ("molt", "megatron") for seed in (0, 1)}
+    folder = write_experiment(tmp_path, seeds=(0, 1), steps=4, lost=lost)
+    assert main(["--pilot", str(folder)]) == 1
+    assert "no spread to plan by" in capsys.readouterr().err
