@@ -230,18 +230,20 @@ class RunConfig(Strict):
 
     @model_validator(mode="after")
     def _correction_where_off_policy(self) -> RunConfig:
-        algorithm = self.algorithm
-        if (
-            self.loop.max_staleness > 0
-            and algorithm.correction.level == "off"
-            and algorithm.proximal != "rollout"
-        ):
-            raise ValueError(
-                f"loop.max_staleness {self.loop.max_staleness} trains on off-policy data without correction; set "
-                "algorithm.correction.level: token, or loop.max_staleness: 0"
-            )
+        algorithm, staleness = self.algorithm, self.loop.max_staleness
+        if algorithm.correction.level == "off" and algorithm.proximal != "rollout":
+            if staleness > 0:
+                raise ValueError(
+                    f"loop.max_staleness {staleness} trains on off-policy data without correction; set "
+                    "algorithm.correction.level: token, or loop.max_staleness: 0"
+                )
+            if self.model.dtype != "float32":
+                raise ValueError(
+                    f"model.dtype: {self.model.dtype} makes trainer and engine two different policies, and nothing corrects "
+                    "for it; set algorithm.correction.level: token, or model.dtype: float32"
+                )
         kl = algorithm.kl
-        if kl.coef > 0 and kl.base == "behaviour" and self.loop.max_staleness == 0:
+        if kl.coef > 0 and kl.base == "behaviour" and staleness == 0:
             raise ValueError(
                 "algorithm.kl.base: behaviour has no effect with loop.max_staleness: 0: the policy that is stepped is the "
                 "behaviour policy, where the penalty and its gradient are 0"

@@ -189,6 +189,12 @@ class AlgorithmConfig(Strict):
                 "algorithm.loss: policy_gradient has no ratio to a proximal policy, so nothing would correct for the "
                 "behaviour policy; set algorithm.proximal: current"
             )
+        in_loss = self.kl.coef > 0 and self.kl.place == "loss"
+        if self.proximal == "rollout" and in_loss and self.kl.base == "reference":
+            raise ValueError(
+                "algorithm.kl against the reference is an expectation over the policy; algorithm.proximal: rollout corrects "
+                "the clipped ratio alone; set algorithm.proximal: current, with a correction"
+            )
         return self
 
     @property

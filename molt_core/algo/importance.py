@@ -1,6 +1,13 @@
 """Importance correction for the difference between the policy that sampled a token and the one about to be trained.
 
-The difference has two sources, lag (older weights) and numerics (another implementation); the ratio covers both.
+The difference has two sources, lag (older weights) and numerics (another implementation); the ratio covers both. What is
+masked keeps its place in the aggregation: the gradient of a batch that is half rejected is half as long.
+
+Schemes of ``algorithm.correction`` and their sources: tis, Yao et al. 2025 ("Your efficient RL framework secretly brings you
+off-policy RL training"); icepop, Ling Team 2025 (arXiv 2510.18855); sequence_masked_tis, Liu et al. 2025 ("When speed kills
+stability: demystifying RL collapse from the training-inference mismatch"), the geometric mean as the gate; binary_kl and tv,
+Qi et al. 2026 (arXiv 2602.04879), binary approximations, here as symmetric gates. Where a source gives a range of thresholds,
+those here are one choice from it: set the fields to choose another.
 """
 
 from __future__ import annotations
@@ -68,7 +75,7 @@ def gate_statistic(
     Gate "ratio": rho of the token, the product of rho over the rollout ("sequence"), or its geometric mean ("geometric").
     Gates "tv" and "binary_kl": divergence of the two policies reduced to "this token or another", with probabilities p
     (behaviour) and q (proximal): |p - q| and p log(p/q) + (1-p) log((1-p)/(1-q)), of the token or its mean over the rollout
-    ("sequence"). Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", binary approximation.
+    ("sequence").
     """
     if config.gate == "ratio":
         logs = log_ratio(proximal_logprobs, behaviour_logprobs)

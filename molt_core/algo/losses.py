@@ -117,3 +117,16 @@ def policy_gradient(
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """``-A log pi``. Williams 1992 (doi 10.1007/BF00992696), REINFORCE. No ratio: off-policy data is the correction's part."""
     return -tokens.advantages * tokens.logprobs, {}
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """``max((V - G)^2, (V_old + clip(V - V_old, -clip, clip) - G)^2) / 2``, ``[N]``, for a critic; G is advantage plus V_old.
+
+    The value clipping of PPO's reference code, as Engstrom et al. 2020 (arXiv 2005.12729), section 3, describe it: the larger
+    of both errors, so that a value which moved further than ``clip`` is only ever pulled back.
+    """
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    loss = torch.maximum((values - returns).square(), (near - returns).square()) / 2
+    return loss, {"value_clipped": (values - old_values).abs() > clip}

@@ -12,9 +12,15 @@ from molt_core.algo.advantages import (
     RolloutTokens,
     advantages,
     discounted_returns,
+    dr_grpo,
+    flash_reinforce,
+    gae,
     grpo,
+    on_policy_distillation,
     register_advantage,
     reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
     rollout_tokens,
 )
 from molt_core.algo.aggregation import weighted_rollouts
@@ -24,9 +30,12 @@ from tests.molt_core.make import group, trajectory
 
 CONFIG = AlgorithmConfig()
 KL_REWARD = KLConfig(coef=0.1, place="reward", estimator="k1")
+GROUP_ESTIMATORS = [grpo, dr_grpo, rloo, reinforce_pp_baseline]
 
 
-def tokens(rewards, groups, lengths, behaviour=None, reference=None) -> RolloutTokens:
+def tokens(
+    rewards, groups, lengths, behaviour=None, reference=None, teacher=None, values=None
+) -> RolloutTokens:
     count = sum(lengths)
     return RolloutTokens(
         reward=torch.tensor(rewards, dtype=torch.float64),
@@ -34,24 +43,9 @@ def tokens(rewards, groups, lengths, behaviour=None, reference=None) -> RolloutT
         rollout=torch.repeat_interleave(torch.tensor(lengths)),
         behaviour_logprobs=torch.zeros(count) if behaviour is None else torch.tensor(behaviour),
         reference_logprobs=None if reference is None else torch.tensor(reference),
+        teacher_logprobs=None if teacher is None else torch.tensor(teacher),
+        values=None if values is None else torch.tensor(values),
     )
-
-
-def test_grpo_divides_by_the_sample_standard_deviation_of_the_group():
-    # Group 0: 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, /3 -> std 2.160247. Group 1: 0, 4: mean 2, std sqrt(8).
-    out = grpo(tokens([1, 2, 3, 6, 0, 4], [0, 0, 0, 0, 1, 1], [1, 2, 1, 1, 1, 1]), CONFIG)
-    expected = [-0.9258201, -0.4629100, -0.4629100, 0.0, 1.3887301, -0.7071068, 0.7071068]
-    assert out.tolist() == pytest.approx(expected, abs=1e-6)
-    assert out.dtype == torch.float32
-
-
-def test_grpo_of_a_single_sample_is_zero():
-    assert grpo(tokens([7.0, 1.0, 3.0], [0, 1, 1], [2, 1, 1]), CONFIG)[:2].tolist() == [0.0, 0.0]
-
-
-@given(reward=st.floats(-1e9, 1e9), size=st.integers(2, 9))
-def test_grpo_of_equal_rewards_is_zero_exactly(reward, size):
-    assert not grpo(tokens([reward] * size, [0] * size, [1] * size), CONFIG).any()
 
 
 group_sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
@@ -67,8 +61,94 @@ def batches(draw):
     return [float(r) for r in rewards], groups, lengths
 
 
+def test_grpo_divides_by_the_sample_standard_deviation_of_the_group():
+    # Group 0: 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, /3 -> std 2.160247. Group 1: 0, 4: mean 2, std sqrt(8).
+    out = grpo(tokens([1, 2, 3, 6, 0, 4], [0, 0, 0, 0, 1, 1], [1, 2, 1, 1, 1, 1]), CONFIG)
+    expected = [-0.9258201, -0.4629100, -0.4629100, 0.0, 1.3887301, -0.7071068, 0.7071068]
+    assert out.tolist() == pytest.approx(expected, abs=1e-6)
+    assert out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
+def test_a_sample_alone_in_its_group_has_nothing_to_be_compared_with(estimator):
+    found = estimator(tokens([7.0, 1.0, 3.0], [0, 1, 1], [2, 1, 1]), CONFIG)
+    assert found[:2].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, flash_reinforce])
+@given(reward=st.floats(-1e9, 1e9), size=st.integers(2, 9))
+def test_equal_rewards_have_advantage_zero_exactly(estimator, reward, size):
+    assert not estimator(tokens([reward] * size, [0] * size, [1] * size), CONFIG).any()
+
+
+def test_dr_grpo_subtracts_the_group_s_mean_and_divides_by_nothing():
+    # Group 0: 1, 2, 3, 6 around 3. Group 1, uneven: 0, 4 around 2.
+    out = dr_grpo(tokens([1, 2, 3, 6, 0, 4], [0, 0, 0, 0, 1, 1], [1, 2, 1, 1, 1, 1]), CONFIG)
+    assert out.tolist() == [-2.0, -1.0, -1.0, 0.0, 3.0, -2.0, 2.0]
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    # 1 - (2 + 6)/2 = -3, 2 - (1 + 6)/2 = -1.5, 6 - (1 + 2)/2 = 4.5; in a pair 0 - 4 and 4 - 0.
+    out = rloo(tokens([1, 2, 6, 0, 4], [0, 0, 0, 1, 1], [1, 1, 2, 1, 1]), CONFIG)
+    assert out.tolist() == pytest.approx([-3.0, -1.5, 4.5, 4.5, -4.0, 4.0])
+
+
+def test_reinforce_pp_baseline_whitens_the_centred_rewards_over_tokens():
+    # Group 0: 0, 4 around 2, one and three tokens: -2, 2, 2, 2. Group 1, alone: 0, 0. Mean 4/6 = 2/3;
+    # squares 64/9 + 3 * 16/9 + 2 * 4/9 = 120/9, over 6: variance 20/9.
+    out = reinforce_pp_baseline(tokens([0, 4, 9], [0, 0, 1], [1, 3, 2]), CONFIG)
+    std = (20 / 9) ** 0.5
+    assert out.tolist() == pytest.approx([-8 / 3 / std] + [4 / 3 / std] * 3 + [-2 / 3 / std] * 2)
+
+
+def test_flash_reinforce_compares_with_the_batch_one_weight_a_rollout():
+    # Rewards 0, 1, 5 of rollouts of 1, 4 and 1 tokens: mean 2, whatever the lengths; single samples are fine.
+    out = flash_reinforce(tokens([0, 1, 5], [0, 1, 2], [1, 4, 1]), CONFIG)
+    assert out.tolist() == [-2.0, -1.0, -1.0, -1.0, -1.0, 3.0]
+
+
+def test_gae_by_hand():
+    # gamma 0.5, lambda 0.5, reward 8 at the end. V 1, 2, 4. Deltas 0 + 1 - 1 = 0, 0 + 2 - 2 = 0, 8 - 4 = 4.
+    # A_3 = 4, A_2 = 0 + 0.25 * 4 = 1, A_1 = 0.25. The second rollout knows nothing of the first: 3 - 1 = 2.
+    config = AlgorithmConfig(gamma=0.5, gae_lambda=0.5)
+    out = gae(tokens([8, 3], [0, 1], [3, 1], values=[1.0, 2.0, 4.0, 1.0]), config)
+    assert out.tolist() == pytest.approx([0.25, 1.0, 4.0, 2.0])
+
+
+@settings(max_examples=50)
+@given(batch=batches(), gamma=st.floats(0.1, 1.0))
+def test_gae_of_lambda_one_is_the_return_minus_the_value(batch, gamma):
+    rewards, groups, lengths = batch
+    values = torch.linspace(-1, 1, sum(lengths)).tolist()
+    config = AlgorithmConfig(gamma=gamma, gae_lambda=1.0)
+    rollout = torch.repeat_interleave(torch.tensor(lengths))
+    paid, last = torch.zeros(sum(lengths), dtype=torch.float64), np.cumsum(lengths) - 1
+    for reward, length, place in zip(rewards, lengths, last):
+        if length:
+            paid[place] = reward
+    expected = discounted_returns(paid, rollout, gamma) - torch.tensor(values)
+    found = gae(tokens(rewards, groups, lengths, values=values), config)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gae_refuses_to_go_without_a_critic():
+    with pytest.raises(ValueError, match="gae needs a critic"):
+        gae(tokens([1], [0], [1]), CONFIG)
+
+
+def test_distillation_pays_each_token_its_log_ratio_to_the_teacher_and_no_reward():
+    # log teacher - log student: -1 + 2 = 1, -3 + 1 = -2.
+    given_tokens = tokens([9.0], [0], [2], behaviour=[-2.0, -1.0], teacher=[-1.0, -3.0])
+    assert on_policy_distillation(given_tokens, CONFIG).tolist() == [1.0, -2.0]
+
+
+def test_distillation_refuses_to_go_without_a_teacher():
+    with pytest.raises(ValueError, match="needs a teacher"):
+        on_policy_distillation(tokens([1], [0], [1]), CONFIG)
+
+
 @given(batch=batches(), seed=st.integers(0, 99))
-@pytest.mark.parametrize("estimator", [grpo, reinforce_pp])
+@pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, reinforce_pp, flash_reinforce])
 def test_order_of_rollouts_and_groups_does_not_matter(estimator, batch, seed):
     rewards, groups, lengths = batch
     order = np.random.default_rng(seed).permutation(len(rewards))

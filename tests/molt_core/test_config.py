@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from molt_core.config import AlgorithmConfig, RunConfig
+from molt_core.algo.config import CORRECTION_SCHEMES, AlgorithmConfig, KLConfig
+from molt_core.config import RunConfig
 
 BASE = {"model": {"builtin": "tiny-qwen3-vl-moe"}, "task": {"source": "shapes"}}
 
@@ -18,14 +19,106 @@ def test_the_least_configuration_is_complete():
 
 
 def test_off_policy_data_without_correction_is_refused():
-    off = {"algorithm": {"correction": {"level": "off"}}}
+    off = {"algorithm": {"correction": "off"}}
     refused(off | {"loop": {"max_staleness": 1}}, "off-policy data without correction")
     RunConfig.model_validate(BASE | off | {"loop": {"max_staleness": 0}})
 
 
-def test_correcting_twice_is_refused():
-    with pytest.raises(ValidationError, match="already divides by the behaviour policy"):
-        AlgorithmConfig(proximal="rollout")
+def test_trainer_and_engine_of_different_numerics_without_correction_are_refused():
+    off = {"algorithm": {"correction": "off"}, "loop": {"max_staleness": 0}}
+    model = {"model": {"builtin": "tiny-qwen3-vl-moe", "dtype": "bfloat16"}}
+    refused(off | model, "makes trainer and engine two different policies")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"proximal": "rollout"}, "already divides by the behaviour policy"),
+        (
+            {"proximal": "rollout", "correction": "off", "loss": "policy_gradient"},
+            "has no ratio to a proximal policy",
+        ),
+        (
+            {"proximal": "rollout", "correction": "off", "kl": {"coef": 0.1}},
+            "corrects the clipped ratio alone",
+        ),
+        ({"advantage": "gae"}, "gae needs a critic"),
+        ({"advantage": "on_policy_distillation"}, "set algorithm.teacher"),
+        ({"teacher": "folder"}, "algorithm.teacher is not read by algorithm.advantage: grpo"),
+        ({"dual_clip": 3.0, "loss": "gspo"}, "gspo does not read it"),
+        ({"dual_clip": 1.2, "clip_high": 0.28}, "must lie above"),
+        ({"aggregation": "constant"}, "aggregation_length"),
+        ({"aggregation_length": 8}, "go together"),
+        (
+            {"kl": {"coef": 0.1, "place": "reward", "estimator": "k1"}},
+            "is not read by algorithm.advantage: grpo",
+        ),
+    ],
+)
+def test_an_algorithm_that_trains_something_else_than_it_says_is_refused(changes, match):
+    with pytest.raises(ValidationError, match=match):
+        AlgorithmConfig.model_validate(changes)
+
+
+@pytest.mark.parametrize(
+    ("kl", "match"),
+    [
+        ({"place": "reward", "estimator": "k3"}, "set estimator: k1"),
+        ({"place": "reward", "estimator": "k2"}, "set estimator: k1"),
+        ({"place": "loss", "estimator": "k1"}, "set estimator: k2 or k3"),
+        ({"place": "reward", "estimator": "k1", "base": "behaviour"}, "set base: reference"),
+    ],
+)
+def test_a_penalty_without_the_gradient_of_a_penalty_is_refused(kl, match):
+    with pytest.raises(ValidationError, match=match):
+        KLConfig.model_validate({"coef": 0.1, **kl})
+
+
+def test_a_penalty_against_the_policy_that_is_stepped_is_refused():
+    kl = {"algorithm": {"kl": {"coef": 0.1, "base": "behaviour"}}}
+    refused(kl | {"loop": {"max_staleness": 0}}, "has no effect with loop.max_staleness: 0")
+    RunConfig.model_validate(BASE | kl | {"loop": {"max_staleness": 1}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"low": 3.0, "mode": "mask"}, "swap them"),
+        ({"low": 0.5}, "truncate has no lower bound"),
+        ({"level": "geometric"}, "the importance weight of no sample"),
+        ({"truncate_kept": 2.0}, "bounds what a mask keeps"),
+        ({"gate": "tv", "high": 0.2}, "a divergence and no weight"),
+        ({"gate": "tv", "mode": "mask", "level": "geometric", "high": 0.2}, "level: sequence"),
+        (
+            {"gate": "binary_kl", "mode": "mask", "low": 0.1, "high": 0.2},
+            "low would drop just those",
+        ),
+        ({"gate": "tv", "mode": "mask", "high": 2.0}, "set it below 1"),
+        ("tiss", "choose one of .*'tis'"),
+    ],
+)
+def test_a_correction_without_a_meaning_is_refused(fields, match):
+    with pytest.raises(ValidationError, match=match):
+        AlgorithmConfig.model_validate({"correction": fields})
+
+
+@pytest.mark.parametrize("name", CORRECTION_SCHEMES)
+def test_a_named_scheme_stands_for_its_fields(name):
+    named, spelled = (
+        AlgorithmConfig.model_validate({"correction": c}).correction
+        for c in (name, CORRECTION_SCHEMES[name])
+    )
+    assert named == spelled
+    assert AlgorithmConfig.model_validate({"correction": named.model_dump()}).correction == named
+
+
+def test_the_policies_that_a_run_must_load():
+    reference, behaviour = KLConfig(coef=0.1), KLConfig(coef=0.1, base="behaviour")
+    assert AlgorithmConfig().frozen_policies == ()
+    assert AlgorithmConfig(kl=behaviour).frozen_policies == ()
+    assert AlgorithmConfig(kl=reference).frozen_policies == ("reference",)
+    distillation = AlgorithmConfig(advantage="on_policy_distillation", teacher="folder")
+    assert distillation.frozen_policies == ("teacher",)
 
 
 def test_a_group_baseline_of_one_sample_is_refused():

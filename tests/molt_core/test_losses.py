@@ -1,4 +1,4 @@
-"""The clipped loss and the KL estimators against numbers worked by hand, and numerical gradients in float64."""
+"""Every loss against numbers worked by hand, its gradient against finite differences in float64, and what it must survive."""
 
 import math
 
@@ -8,18 +8,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_core.algo.config import AlgorithmConfig
-from molt_core.algo.kl import k1, k2, k3
-from molt_core.algo.losses import LossTokens, clipped
+from molt_core.algo.losses import LossTokens, cispo, clipped, gspo, policy_gradient, value_loss
 
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.5)
+DUAL = AlgorithmConfig(clip_low=0.2, clip_high=0.5, dual_clip=3.0)
+LOSSES = {
+    "clipped": (clipped, CONFIG),
+    "dual": (clipped, DUAL),
+    "gspo": (gspo, CONFIG),
+    "cispo": (cispo, CONFIG),
+    "policy_gradient": (policy_gradient, CONFIG),
+}
+every_loss = pytest.mark.parametrize(("loss", "config"), LOSSES.values(), ids=LOSSES)
 
 
-def loss_tokens(ratios, advantages, requires_grad=False) -> LossTokens:
+def loss_tokens(ratios, advantages, sequence=None, requires_grad=False) -> LossTokens:
+    """Tokens whose policy is ``ratios`` times a proximal policy of log-probability -1."""
     logprobs = torch.tensor(ratios, dtype=torch.float64).log() - 1
     base = torch.full_like(logprobs, -1)
     advantages = torch.tensor(advantages, dtype=torch.float64)
-    each = torch.arange(len(ratios))
-    return LossTokens(logprobs.requires_grad_(requires_grad), base, base, advantages, each)
+    sequence = torch.arange(len(ratios)) if sequence is None else torch.tensor(sequence)
+    return LossTokens(logprobs.requires_grad_(requires_grad), base, base, advantages, sequence)
+
+
+def gradient(loss, tokens: LossTokens, config) -> list[float]:
+    loss(tokens, config)[0].sum().backward()
+    return tokens.logprobs.grad.tolist()
 
 
 def test_clip_is_asymmetric_and_pessimistic():
@@ -38,86 +52,155 @@ def test_clip_is_asymmetric_and_pessimistic():
     assert metrics["clipped"].tolist() == list(indicator)
 
 
-def test_gradient_is_minus_r_times_advantage_and_zero_where_clipped():
+def test_clipped_gradient_is_minus_r_times_advantage_and_zero_where_clipped():
     tokens = loss_tokens([1.0, 1.2, 2.0, 0.5], [3.0, -1.0, 1.0, -1.0], requires_grad=True)
-    clipped(tokens, CONFIG)[0].sum().backward()
-    assert tokens.logprobs.grad.tolist() == pytest.approx([-3.0, 1.2, 0.0, 0.0])
+    assert gradient(clipped, tokens, CONFIG) == pytest.approx([-3.0, 1.2, 0.0, 0.0])
 
 
-def test_at_ratio_one_the_gradient_is_the_policy_gradient():
-    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
-    advantages = torch.tensor([0.7, -1.3])
-    fixed = logprobs.detach()
-    tokens = LossTokens(logprobs, fixed, fixed, advantages, torch.arange(2))
-    clipped(tokens, CONFIG)[0].sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([-0.7, 1.3])
+def test_dual_clip_bounds_the_loss_of_a_bad_token_that_gained_much():
+    # c = 3: for A = -2 the loss is at most 6, reached at r = 3. Of a good token nothing changes.
+    tokens = loss_tokens([2.0, 5.0, 5.0], [-2.0, -2.0, 2.0], requires_grad=True)
+    loss, metrics = clipped(tokens, DUAL)
+    assert loss.tolist() == pytest.approx([4.0, 6.0, -3.0])
+    assert metrics["dual_clipped"].tolist() == [False, True, False]
+    assert gradient(clipped, tokens, DUAL) == pytest.approx([4.0, 0.0, 0.0])
 
 
-def test_gradient_matches_finite_differences():
-    base = torch.tensor([-1.0, -2.0, -0.3, -4.0], dtype=torch.float64)
-    logprobs = (base + torch.tensor([0.1, 0.9, -0.9, -0.1])).requires_grad_()
-    advantages = torch.tensor([1.0, -2.0, 0.5, -1.0], dtype=torch.float64)
+def test_gspo_gives_every_token_of_a_rollout_the_geometric_mean_of_its_ratios():
+    # Rollout 0: ratios 2 and 1/8, geometric mean 1/2; advantages 2, of which min(0.5, 0.8) A = 1 is kept. Rollout 1: 1.2.
+    tokens = loss_tokens([2.0, 0.125, 1.2], [2.0, 2.0, -1.0], sequence=[0, 0, 1])
+    loss, metrics = gspo(tokens, CONFIG)
+    assert loss.tolist() == pytest.approx([-1.0, -1.0, 1.2])
+    assert metrics["clipped"].tolist() == [False, False, False]
+
+
+def test_gspo_clips_a_rollout_as_a_whole():
+    # Ratios 4 and 1: geometric mean 2, above 1.5, although the second token's own ratio is 1.
+    tokens = loss_tokens([4.0, 1.0], [1.0, 1.0], sequence=[0, 0], requires_grad=True)
+    loss, metrics = gspo(tokens, CONFIG)
+    assert loss.tolist() == pytest.approx([-1.5, -1.5])
+    assert metrics["clipped"].tolist() == [True, True]
+    assert gradient(gspo, tokens, CONFIG) == [0.0, 0.0]
+
+
+def test_gspo_spreads_the_gradient_of_the_mean_evenly():
+    # s = 1 for both; d/dx_t of -(s A + s A) = -2 A s / 2 for each of two tokens.
+    tokens = loss_tokens([1.25, 0.8], [3.0, 3.0], sequence=[0, 0], requires_grad=True)
+    assert gradient(gspo, tokens, CONFIG) == pytest.approx([-3.0, -3.0])
+
+
+def test_cispo_bounds_the_weight_and_never_cuts_the_gradient():
+    # Weight min(r, 1.5), log pi = -1 + log r: loss -w A log pi, gradient -w A.
+    tokens = loss_tokens([1.0, 2.0, 0.5, 4.0], [2.0, 2.0, -1.0, -1.0], requires_grad=True)
+    loss, metrics = cispo(tokens, CONFIG)
+    assert loss.tolist() == pytest.approx(
+        [2.0, 3.0 * (1 - math.log(2)), -0.5 * (1 + math.log(2)), -1.5 * (1 - math.log(4))]
+    )
+    assert metrics["clipped"].tolist() == [False, True, False, True]
+    assert gradient(cispo, tokens, CONFIG) == pytest.approx([-2.0, -3.0, 0.5, 1.5])
+
+
+def test_policy_gradient_ignores_the_ratio():
+    tokens = loss_tokens([1.0, 7.0], [2.0, -3.0], requires_grad=True)
+    assert gradient(policy_gradient, tokens, CONFIG) == pytest.approx([-2.0, 3.0])
+
+
+@every_loss
+def test_at_ratio_one_the_gradient_is_the_policy_gradient(loss, config):
+    tokens = loss_tokens([1.0, 1.0], [0.7, -1.3], requires_grad=True)
+    assert gradient(loss, tokens, config) == pytest.approx([-0.7, 1.3])
+
+
+@pytest.mark.parametrize("name", ["clipped", "dual", "gspo", "policy_gradient"])
+def test_gradient_matches_finite_differences(name):
+    loss, config = LOSSES[name]
+    base = torch.tensor([-1.0, -2.0, -0.3, -4.0, -1.5], dtype=torch.float64)
+    moved = torch.tensor([0.1, 0.9, -0.9, -0.1, 1.3], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 0.5, -1.0, -1.0], dtype=torch.float64)
+    sequence = torch.tensor([0, 0, 1, 1, 2])
     torch.autograd.gradcheck(
-        lambda x: clipped(LossTokens(x, base, base, advantages, torch.arange(4)), CONFIG)[0],
-        (logprobs,),
+        lambda x: loss(LossTokens(x, base, base, advantages, sequence), config)[0],
+        ((base + moved).requires_grad_(),),
     )
 
 
+def test_cispo_s_gradient_matches_finite_differences_at_a_fixed_weight():
+    # The weight is held where it was: differentiate -w A x with w made once from the log-probabilities.
+    base = torch.tensor([-1.0, -2.0, -0.3], dtype=torch.float64)
+    x = (base + torch.tensor([0.1, 0.9, -0.9])).requires_grad_()
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    weight = (x - base).exp().clamp(max=1.5).detach()
+    step = 1e-6
+    numeric = [
+        (-weight * advantages * (x + step) + weight * advantages * (x - step))[i] / (2 * step)
+        for i in range(3)
+    ]
+    cispo(LossTokens(x, base, base, advantages, torch.arange(3)), CONFIG)[0].sum().backward()
+    torch.testing.assert_close(x.grad, torch.stack(numeric).detach())
+
+
+log_probability = st.floats(-1e6, 0, width=32)
+
+
+@every_loss
 @given(
-    logprobs=st.lists(st.floats(-1e6, 0, width=32), min_size=1, max_size=8),
-    base=st.floats(-1e6, 0, width=32),
+    logprobs=st.lists(log_probability, min_size=1, max_size=8),
+    base=log_probability,
     advantage=st.floats(-1e3, 1e3, width=32),
 )
-def test_extreme_ratios_leave_loss_and_gradient_finite(logprobs, base, advantage):
+def test_extreme_ratios_leave_loss_and_gradient_finite(loss, config, logprobs, base, advantage):
     x = torch.tensor(logprobs, requires_grad=True)
     fixed = torch.full_like(x, base).detach()
-    each = torch.arange(len(logprobs))
-    loss, _ = clipped(LossTokens(x, fixed, fixed, torch.full_like(fixed, advantage), each), CONFIG)
-    loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.isfinite(x.grad).all()
+    sequence = torch.arange(len(logprobs)) // 2
+    tokens = LossTokens(x, fixed, fixed, torch.full_like(fixed, advantage), sequence)
+    value, _ = loss(tokens, config)
+    value.sum().backward()
+    assert torch.isfinite(value).all() and torch.isfinite(x.grad).all()
 
 
+@every_loss
 @given(seed=st.integers(0, 99))
-def test_tokens_do_not_influence_each_other(seed):
+def test_the_order_of_tokens_and_the_labels_of_rollouts_do_not_matter(loss, config, seed):
     generator = torch.Generator().manual_seed(seed)
-    fields = [torch.randn(6, generator=generator) for _ in range(4)] + [torch.arange(6)]
-    order = torch.randperm(6, generator=generator)
-    straight, _ = clipped(LossTokens(*fields), CONFIG)
-    shuffled, _ = clipped(LossTokens(*(field[order] for field in fields)), CONFIG)
-    assert torch.equal(shuffled, straight[order])
+    fields = [torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(4)]
+    sequence = torch.tensor([0, 0, 1, 1, 1, 2])
+    order, relabel = torch.randperm(6, generator=generator), torch.tensor([2, 0, 1])
+    straight, _ = loss(LossTokens(*fields, sequence), config)
+    moved = LossTokens(*(field[order] for field in fields), relabel[sequence[order]])
+    torch.testing.assert_close(loss(moved, config)[0], straight[order])
 
 
-def test_a_log_probability_that_is_not_a_number_stays_visible():
-    fields = [torch.tensor([math.nan, -1.0]), *[torch.tensor([-1.0, -1.0])] * 3, torch.arange(2)]
-    assert clipped(LossTokens(*fields), CONFIG)[0].isnan().tolist() == [True, False]
+@every_loss
+def test_rollouts_do_not_influence_each_other(loss, config):
+    both = loss_tokens([1.1, 0.7, 1.4, 0.9], [1.0, 1.0, -2.0, -2.0], sequence=[0, 0, 1, 1])
+    alone = loss_tokens([1.4, 0.9], [-2.0, -2.0], sequence=[0, 0])
+    torch.testing.assert_close(loss(both, config)[0][2:], loss(alone, config)[0])
 
 
-def test_kl_estimators_by_hand():
-    # pi = 0.5, base = 0.25: log ratio log 2; r = base / pi = 1/2, k3 = 1/2 - 1 + log 2.
-    pi, base = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
-    assert k1(pi, base).item() == pytest.approx(0.6931472)
-    assert k2(pi, base).item() == pytest.approx(0.2402265)
-    assert k3(pi, base).item() == pytest.approx(0.1931472)
+@every_loss
+def test_a_batch_without_a_sampled_token_has_no_loss(loss, config):
+    nothing = torch.zeros(0)
+    value, _ = loss(LossTokens(*[nothing] * 4, torch.zeros(0, dtype=torch.long)), config)
+    assert value.shape == (0,)
 
 
-@pytest.mark.parametrize("estimator", [k1, k3])
-def test_k1_and_k3_are_unbiased_for_the_kl_of_policy_to_base(estimator):
-    pi, base = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
-    exact = 0.7 * math.log(0.7 / 0.3) + 0.2 * math.log(0.2 / 0.3) + 0.1 * math.log(0.1 / 0.4)
-    assert (pi * estimator(pi.log(), base.log())).sum().item() == pytest.approx(exact)
+@every_loss
+def test_a_log_probability_that_is_not_a_number_stays_visible(loss, config):
+    fields = [torch.tensor([math.nan, -1.0]), *[torch.tensor([-1.0, -1.0])] * 3]
+    value, _ = loss(LossTokens(*fields, torch.arange(2)), config)
+    assert value.isnan().tolist() == [True, False]
 
 
-def test_only_k2_has_the_gradient_of_the_kl_as_a_loss():
-    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
-    base = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+def test_value_loss_takes_the_larger_error_of_the_value_and_the_clipped_one():
+    # V_old 0, clip 0.2. V 1, G 2: (1-2)^2 = 1 against (0.2-2)^2 = 3.24. V 1, G 0: 1 against 0.04. V 0.1, G 1: 0.81 both.
+    values = torch.tensor([1.0, 1.0, 0.1])
+    loss, metrics = value_loss(values, torch.zeros(3), torch.tensor([2.0, 0.0, 1.0]), 0.2)
+    assert loss.tolist() == pytest.approx([1.62, 0.5, 0.405])
+    assert metrics["value_clipped"].tolist() == [True, True, False]
 
-    def gradient(of):
-        logprobs = logits.log_softmax(0)
-        return torch.autograd.grad(of(logprobs), logits)[0]
 
-    exact = gradient(lambda x: (x.exp() * (x - base)).sum())
-    expected = {k1: torch.zeros(3, dtype=torch.float64), k2: exact}
-    for estimator, right in expected.items():
-        got = gradient(lambda x, k=estimator: (x.exp().detach() * k(x, base)).sum())
-        torch.testing.assert_close(got, right)
-    assert not torch.allclose(gradient(lambda x: (x.exp().detach() * k3(x, base)).sum()), exact)
+def test_value_loss_gradient_matches_finite_differences():
+    values = torch.tensor([1.0, 1.0, 0.1, -0.5], dtype=torch.float64, requires_grad=True)
+    old = torch.zeros(4, dtype=torch.float64)
+    returns = torch.tensor([2.0, 0.0, 1.0, -0.6], dtype=torch.float64)
+    torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, 0.2)[0], (values,))

@@ -1,7 +1,7 @@
 """The shared objective: the sampled distribution, one weighted sum whatever the split, rollouts none of which is lost."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_core.algo.aggregation import WeightedRollout
-from molt_core.algo.config import AlgorithmConfig
+from molt_core.algo.config import AlgorithmConfig, KLConfig
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
 from molt_core.train.objective import (
     forward_backward,
+    row_logprobs,
     score,
+    shares,
     split_rows,
     without_actions,
 )
@@ -34,7 +36,7 @@ class Bigram:
 
     def action_logprobs(self, batch: MicroBatch, distribution: ActionDistribution):
         before = batch.token_ids[batch.action_positions - 1]
-        return action_logprobs(torch.eye(12)[before], self.table.T, batch.action_ids, distribution)
+        return action_logprobs(self.table[before], torch.eye(12), batch.action_ids, distribution)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()
@@ -43,23 +45,37 @@ class Bigram:
         return self.gap
 
 
-ALGORITHM = AlgorithmConfig()
-LENGTHS = (1, 4, 2, 5, 3)
-ROWS = [trajectory(prompt=3, actions=n, logprob=-2.0 - n / 10) for n in LENGTHS]
-ADVANTAGES = [np.full(n, 1.0 - n / 3, np.float32) for n in LENGTHS]
-ROLLOUTS = [
-    WeightedRollout(
-        (row,),
-        values,
-        np.full(len(values), 1 / 15, np.float32),
-        np.full(len(values), -2.2, np.float32),
+DISTRIBUTION = ActionDistribution(1.3, torch.tensor([0]))
+SEGMENTS = [(1,), (4,), (2, 1), (5,), (3,)]
+"""Sampled tokens of each segment of each rollout."""
+
+
+def rollout(number: int, lengths: tuple[int, ...]) -> WeightedRollout:
+    """Rows, advantages, weights and reference log-probabilities with no two rollouts alike."""
+    rows = tuple(trajectory(prompt=3, actions=n, logprob=-2.0 - n / 10) for n in lengths)
+    each = np.arange(sum(lengths), dtype=np.float32)
+    return WeightedRollout(
+        rows, 1 - number / 2 + each / 9, 0.05 + 0.01 * number + 0 * each, -2.2 + each / 7
     )
-    for row, values in zip(ROWS, ADVANTAGES)
-]
+
+
+ROLLOUTS = [rollout(number, lengths) for number, lengths in enumerate(SEGMENTS)]
+CONFIGS = {
+    "clipped": AlgorithmConfig(),
+    "gspo": AlgorithmConfig(loss="gspo", proximal="rollout", correction="off"),
+    "cispo, reference, entropy": AlgorithmConfig(
+        loss="cispo", kl=KLConfig(coef=0.3, estimator="k3"), entropy_coef=0.05
+    ),
+    "sequence mask, behaviour": AlgorithmConfig(
+        loss="policy_gradient",
+        correction={"level": "sequence", "mode": "mask", "high": 3.0},
+        kl=KLConfig(coef=0.3, base="behaviour", estimator="k2"),
+    ),
+}
 
 
 def train(
-    shares: Iterator, algorithm: AlgorithmConfig = ALGORITHM
+    shares: Iterable, algorithm: AlgorithmConfig, rollouts: Sequence[WeightedRollout] = ROLLOUTS
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Sums and gradient, both added up over the ranks whose micro-batches ``shares`` gives."""
     sums: dict[str, float] = {}
@@ -68,9 +84,9 @@ def train(
         backend = Bigram()
         of_rank = forward_backward(
             backend,
-            [[ROLLOUTS[i] for i in m] for m in micro_batches],
+            [[rollouts[i] for i in m] for m in micro_batches],
             algorithm=algorithm,
-            distribution=ActionDistribution(1.3, torch.tensor([0])),
+            distribution=DISTRIBUTION,
         )
         gradient += backend.table.grad
         for name, value in of_rank.items():
@@ -78,20 +94,31 @@ def train(
     return sums, gradient
 
 
-def test_the_gradient_is_the_mean_over_all_action_tokens():
-    # At ratio 1 with the sampled weights truncated at 2: d loss = -sum_n w_n A_n d log pi(n) / 15, written out naively.
-    _, gradient = train([[[0, 1, 2, 3, 4]]])
-    table = Bigram().table
-    total = 0.0
-    for row, advantages in zip(ROWS, ADVANTAGES):
-        for place, advantage in zip(np.flatnonzero(row.action_mask), advantages):
-            logits = table[int(row.token_ids[place - 1])] / 1.3
-            logprob = logits[int(row.token_ids[place])] - logits[1:].logsumexp(0)
-            weight = min(math.exp(logprob.item() - row.logprobs[place]), 2.0)
-            total = total - weight * float(advantage) * logprob / 15
+def test_loss_and_gradient_are_the_weighted_sum_of_all_terms_written_out_naively():
+    # Policy gradient times min(rho, 1.2), plus 0.3 times k2 to the reference times the same, minus 0.05 times the entropy.
+    algorithm = AlgorithmConfig(
+        loss="policy_gradient",
+        correction={"high": 1.2},
+        kl=KLConfig(coef=0.3, estimator="k2"),
+        entropy_coef=0.05,
+    )
+    sums, gradient = train([[[0, 1, 2, 3, 4]]], algorithm)
+    table, total = Bigram().table, 0.0
+    for one in ROLLOUTS:
+        tokens = ((row, t) for row in one.segments for t in np.flatnonzero(row.action_mask))
+        for n, (row, t) in enumerate(tokens):
+            allowed = (table[int(row.token_ids[t - 1])] / 1.3)[1:].log_softmax(0)
+            logprob = allowed[int(row.token_ids[t]) - 1]
+            rho = min(math.exp(logprob.item() - row.logprobs[t]), 1.2)
+            term = -one.advantages[n] * logprob * rho
+            term = term + 0.3 * (logprob - one.reference_logprobs[n]) ** 2 / 2 * rho
+            term = term + 0.05 * (allowed.exp() * allowed).sum()
+            total = total + one.weights[n] * term
+    assert sums["loss"] == pytest.approx(total.item(), rel=1e-5)
     torch.testing.assert_close(gradient, torch.autograd.grad(total, table)[0])
 
 
+@pytest.mark.parametrize("algorithm", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize(
     "shares",
     [
@@ -103,20 +130,64 @@ def test_the_gradient_is_the_mean_over_all_action_tokens():
     ],
     ids=["five micro-batches", "two uneven", "two ranks", "two ranks of two", "four ranks"],
 )
-def test_loss_gradient_and_sums_do_not_depend_on_the_split(shares):
-    whole_sums, whole_gradient = train([[[0, 1, 2, 3, 4]]])
-    sums, gradient = train(shares)
-    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-7)
+def test_loss_gradient_and_sums_do_not_depend_on_the_split(shares, algorithm):
+    whole_sums, whole_gradient = train([[[0, 1, 2, 3, 4]]], algorithm)
+    sums, gradient = train(shares, algorithm)
+    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-6)
     assert sums == pytest.approx(whole_sums, rel=1e-5)
+
+
+@given(order=st.permutations(range(5)))
+def test_the_order_of_rollouts_does_not_matter(order):
+    whole_sums, whole_gradient = train([[range(5)]], CONFIGS["gspo"])
+    sums, gradient = train([[order]], CONFIGS["gspo"])
+    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-6)
+    assert sums == pytest.approx(whole_sums, rel=1e-5)
+
+
+def test_a_row_of_context_between_the_others_changes_nothing():
+    context = WeightedRollout((trajectory(prompt=11, actions=0),), *np.zeros((3, 0), np.float32))
+    sums, gradient = train([[range(5)]], CONFIGS["clipped"])
+    more_sums, found = train([[range(6)]], CONFIGS["clipped"], [context, *ROLLOUTS])
+    torch.testing.assert_close(found, gradient, rtol=0, atol=0)
+    assert more_sums.pop("tokens_forward") == sums.pop("tokens_forward") + 11
+    assert more_sums == sums
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_the_policy_says_where_nothing_was_sampled_is_never_read(value):
+    # Ids 0 and 1 stand in prompts only, and 8 to 11 in no row: none of them precedes a sampled token.
+    backend = Bigram()
+    with torch.no_grad():
+        backend.table[[0, 1, 8, 9, 10, 11]] = value
+    sums = forward_backward(
+        backend, [ROLLOUTS], algorithm=CONFIGS["clipped"], distribution=DISTRIBUTION
+    )
+    whole_sums, whole_gradient = train([[range(5)]], CONFIGS["clipped"])
+    assert sums == whole_sums
+    assert torch.equal(backend.table.grad, whole_gradient)
+
+
+def test_a_correction_that_rejects_every_token_keeps_none_and_leaves_no_gradient():
+    algorithm = AlgorithmConfig(correction={"mode": "mask", "high": 1e-6})
+    sums, gradient = train([[range(5)]], algorithm)
+    assert (sums["tokens"], sums["tokens_kept"], sums["loss"]) == (16, 0, 0)
+    assert not gradient.any()
 
 
 def test_a_filler_row_adds_nothing():
     backend = Bigram()
     sums = forward_backward(
         backend,
-        [[WeightedRollout((without_actions(ROWS[0]),), *np.zeros((2, 0), np.float32))]],
-        algorithm=ALGORITHM,
-        distribution=ActionDistribution(1.0, NOTHING),
+        [
+            [
+                WeightedRollout(
+                    (without_actions(ROLLOUTS[0].segments[0]),), *np.zeros((2, 0), np.float32)
+                )
+            ]
+        ],
+        algorithm=CONFIGS["clipped"],
+        distribution=DISTRIBUTION,
     )
     assert sums["tokens"] == 0 and sums["loss"] == 0
     assert not backend.table.grad.any()
@@ -131,6 +202,32 @@ def test_tokens_from_the_first_router_tie_on_are_tied():
     assert tied.tolist() == [False, False, True, True]
 
 
+def test_row_log_probabilities_come_back_by_row():
+    rows = [segment for one in ROLLOUTS for segment in one.segments]
+    found = row_logprobs(Bigram(), rows, DISTRIBUTION)
+    assert [len(values) for values in found] == [1, 4, 2, 1, 5, 3]
+    # All rows go through the same ids, so the longest one's log-probabilities begin each other's.
+    assert all(np.array_equal(values, found[4][: len(values)]) for values in found)
+
+
+@given(
+    segments=st.lists(st.integers(1, 4), min_size=1, max_size=20),
+    data_size=st.integers(1, 5),
+    micro_batch_rows=st.integers(1, 9),
+)
+def test_every_rollout_goes_whole_to_one_micro_batch(segments, data_size, micro_batch_rows):
+    rollouts = [rollout(n, (2,) * count) for n, count in enumerate(segments)]
+    split = shares(rollouts, data_size, micro_batch_rows)
+    assert len(split) == data_size and len({len(share) for share in split}) == 1
+    parts = [part for share in split for part in share]
+    assert all(parts)
+    for part in parts:
+        rows = sum(len(one.segments) for one in part)
+        assert rows <= micro_batch_rows or len(part) == 1
+    trained = [one for part in parts for one in part if len(one.weights)]
+    assert sorted(map(id, trained)) == sorted(map(id, rollouts))
+
+
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     data_size=st.integers(1, 5),
@@ -139,8 +236,8 @@ def test_tokens_from_the_first_router_tie_on_are_tied():
 def test_every_row_goes_to_one_rank_and_ranks_have_equally_many_micro_batches(
     lengths, data_size, micro_batch_rows
 ):
-    shares = split_rows(lengths, data_size, micro_batch_rows)
-    assert len(shares) == data_size
-    assert len({len(share) for share in shares}) == 1
-    assert max(len(m) for share in shares for m in share) <= micro_batch_rows
-    assert sorted(i for share in shares for m in share for i in m) == list(range(len(lengths)))
+    split = split_rows(lengths, data_size, micro_batch_rows)
+    assert len(split) == data_size
+    assert len({len(share) for share in split}) == 1
+    assert max(len(m) for share in split for m in share) <= micro_batch_rows
+    assert sorted(i for share in split for m in share for i in m) == list(range(len(lengths)))

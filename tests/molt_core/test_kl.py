@@ -1,0 +1,88 @@
+"""The KL estimators by hand, and what their docstring's table says of each: which value, which gradient."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molt_core.algo.kl import k1, k2, k3, kl_loss
+
+LOGITS = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
+OTHER = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+
+
+def test_estimators_by_hand():
+    # pi = 0.5, base = 0.25: log ratio log 2; r = base / pi = 1/2, k3 = 1/2 - 1 + log 2.
+    pi, base = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    assert k1(pi, base).item() == pytest.approx(0.6931472)
+    assert k2(pi, base).item() == pytest.approx(0.2402265)
+    assert k3(pi, base).item() == pytest.approx(0.1931472)
+
+
+@pytest.mark.parametrize("estimator", [k1, k3])
+def test_k1_and_k3_are_unbiased_for_the_kl_of_policy_to_base(estimator):
+    pi, base = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    exact = 0.7 * math.log(0.7 / 0.3) + 0.2 * math.log(0.2 / 0.3) + 0.1 * math.log(0.1 / 0.4)
+    assert (pi * estimator(pi.log(), base.log())).sum().item() == pytest.approx(exact)
+
+
+def gradient(of) -> torch.Tensor:
+    """By the logits, of a function of the policy's log-probabilities of all three ids."""
+    logits = LOGITS.clone().requires_grad_()
+    return torch.autograd.grad(of(logits.log_softmax(0)), logits)[0]
+
+
+def expected_under_policy(estimator):
+    return gradient(lambda x: (x.exp().detach() * estimator(x, OTHER)).sum())
+
+
+policy_to_base = gradient(lambda x: (x.exp() * (x - OTHER)).sum())
+base_to_policy = gradient(lambda x: (OTHER.exp() * (OTHER - x)).sum())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "exact"),
+    [(k1, torch.zeros(3, dtype=torch.float64)), (k2, policy_to_base), (k3, base_to_policy)],
+)
+def test_gradient_as_a_loss_under_samples_of_the_policy(estimator, exact):
+    torch.testing.assert_close(expected_under_policy(estimator), exact)
+
+
+@pytest.mark.parametrize(("estimator", "is_exact"), [(k1, True), (k2, False), (k3, False)])
+def test_gradient_as_a_reward(estimator, is_exact):
+    # Score function with the penalty as a constant: sum_x pi(x) k(x) d log pi(x).
+    found = gradient(lambda x: (x.exp().detach() * estimator(x, OTHER).detach() * x).sum())
+    assert torch.allclose(found, policy_to_base) is is_exact
+
+
+def test_against_the_behaviour_policy_k3_has_the_exact_gradient_and_k1_the_wrong_sign():
+    def under_behaviour(estimator):
+        return gradient(lambda x: (OTHER.exp() * estimator(x)).sum())
+
+    k3_loss = under_behaviour(lambda x: kl_loss("k3", x, OTHER, sampled_from_base=True))
+    torch.testing.assert_close(k3_loss, base_to_policy)
+    # log pi - log mu, minimised over tokens of mu, walks away from mu.
+    torch.testing.assert_close(under_behaviour(lambda x: k1(x, OTHER)), -base_to_policy)
+
+
+def test_against_the_behaviour_policy_k2_is_exact_to_first_order():
+    near = (LOGITS + torch.tensor([1e-4, -2e-4, 3e-4])).log_softmax(0)
+    found = gradient(lambda x: (near.exp() * kl_loss("k2", x, near, sampled_from_base=True)).sum())
+    exact = gradient(lambda x: (near.exp() * (near - x)).sum())
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("sampled_from_base", [True, False])
+def test_penalty_gradient_matches_finite_differences(estimator, sampled_from_base):
+    x = torch.tensor([-1.0, -2.0, -0.3], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([-1.2, -0.5, -0.3], dtype=torch.float64)
+    torch.autograd.gradcheck(lambda v: kl_loss(estimator, v, base, sampled_from_base), (x,))
+
+
+@given(a=st.floats(-1e6, 0, width=32), b=st.floats(-1e6, 0, width=32))
+def test_k3_is_finite_and_not_negative_for_any_pair(a, b):
+    value = k3(torch.tensor([a]), torch.tensor([b]))
+    assert torch.isfinite(value).all() and value.item() >= -1e-6
