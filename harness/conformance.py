@@ -31,7 +31,8 @@ from molt_core.models.layout import from_published
 from molt_core.models.load import excluded_token_ids, iterate_weights
 from molt_core.train.backend import backend_class
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.train.objective import forward_backward, score, shares
+from molt_core.train.objective import forward_backward, score
+from molt_core.train.split import shares
 from molt_core.types import ImageInput, Trajectory, Turn
 
 STEPS = 3
@@ -223,7 +224,7 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
         WeightedRollout((row,), values, np.full(len(values), 1 / tokens, np.float32))
         for row, values in zip(rows, advantages)
     ]
-    micro_batches = shares(rollouts, backend.data_size, trainer.micro_batch_rows)[backend.data_rank]
+    micro_batches = shares(rollouts, backend.data_size, trainer)[backend.data_rank]
     excluded = torch.tensor(excluded_token_ids(checkpoint), device=trainer.device)
     distribution = ActionDistribution(config.rollout.sampling.temperature, excluded)
     _, logprobs, tied = score(

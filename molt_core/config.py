@@ -187,6 +187,11 @@ class TrainerConfig(Strict):
     micro_batch_rows: int = Field(
         64, gt=0, description="trajectories in one forward and backward pass on a rank"
     )
+    max_tokens_per_micro_batch: int | None = Field(
+        None,
+        gt=0,
+        description="tokens in one such pass, where not bounded by trajectories alone; a longer rollout passes alone",
+    )
     activation_checkpointing: bool = Field(
         False,
         description="keep only each layer's input and compute the layer again in the backward pass",

@@ -7,7 +7,6 @@ the number of tokens after adding up the ranks they are the step's metrics, what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from molt_core.algo.losses import LossTokens, loss_function
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.types import NOT_SAMPLED, Trajectory
+from molt_core.types import Trajectory
 
 
 def forward_backward(
@@ -117,68 +116,3 @@ def score(
     before = F.pad(tie.cumsum(0), (1, 0))  # ties before each position, of all rows
     tied = before[batch.action_positions] > before[batch.row_starts[batch.action_rows]]
     return batch, logprobs, tied
-
-
-def without_actions(row: Trajectory) -> Trajectory:
-    """The row as mere context: it fills a micro-batch of a rank that has no rows left and adds nothing to any sum."""
-    return replace(
-        row,
-        action_mask=np.zeros_like(row.action_mask),
-        logprobs=np.zeros_like(row.logprobs),
-        versions=np.full_like(row.versions, NOT_SAMPLED),
-        turns=(),
-    )
-
-
-def shares(
-    rollouts: Sequence[WeightedRollout], data_size: int, micro_batch_rows: int
-) -> list[list[list[WeightedRollout]]]:
-    """The micro-batches of each rank, equally many and none empty: context without a sampled token fills up a short share."""
-    first, nothing = rollouts[0], np.zeros(0, np.float32)
-    filler = WeightedRollout(
-        (without_actions(first.segments[0]),),
-        nothing,
-        nothing,
-        None if first.reference_logprobs is None else nothing,
-    )
-    split = split_rows(
-        [rollout.tokens_forward for rollout in rollouts],
-        data_size,
-        micro_batch_rows,
-        [len(rollout.segments) for rollout in rollouts],
-    )
-    return [[[rollouts[i] for i in part] or [filler] for part in share] for share in split]
-
-
-def split_rows(
-    lengths: Sequence[int], data_size: int, micro_batch_rows: int, rows: Sequence[int] | None = None
-) -> list[list[list[int]]]:
-    """Indices of units by rank and micro-batch: ``out[rank][micro_batch]``; every rank has equally many micro-batches.
-
-    A unit is a rollout of ``lengths`` tokens in ``rows`` rows (one each, where not given). Longest first to the rank with the
-    fewest tokens and a place left, then micro-batches of similar length of at most ``micro_batch_rows`` rows, or of one unit
-    with more. No unit is split, dropped or repeated; a micro-batch may be empty.
-    """
-    rows = [1] * len(lengths) if rows is None else rows
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    ranks: list[list[int]] = [[] for _ in range(data_size)]
-    tokens = [0] * data_size
-    capacity = -(-len(lengths) // data_size)
-    for index in order:
-        rank = min(
-            (r for r in range(data_size) if len(ranks[r]) < capacity), key=lambda r: (tokens[r], r)
-        )
-        ranks[rank].append(index)
-        tokens[rank] += lengths[index]
-    split = [_micro_batches(share, rows, micro_batch_rows) for share in ranks]
-    count = max(map(len, split))
-    return [share + [[] for _ in range(count - len(share))] for share in split]
-
-
-def _micro_batches(share: Sequence[int], rows: Sequence[int], most: int) -> list[list[int]]:
-    out: list[list[int]] = [[]]
-    for index in share:
-        if out[-1] and sum(rows[i] for i in out[-1]) + rows[index] > most:
-            out.append([])
-        out[-1].append(index)
-    return out

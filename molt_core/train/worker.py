@@ -29,14 +29,8 @@ from molt_core.models.load import atomic_folder, excluded_token_ids, save_policy
 from molt_core.rollout import refit
 from molt_core.train.backend import TrainBackend, backend_class, can_step
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.train.objective import (
-    forward_backward,
-    row_logprobs,
-    score,
-    shares,
-    split_rows,
-    without_actions,
-)
+from molt_core.train.objective import forward_backward, row_logprobs, score
+from molt_core.train.split import shares, split_rows, split_units, without_actions
 from molt_core.types import Trajectory
 
 TIMEOUT_S = 120.0
@@ -247,7 +241,7 @@ class TrainerGroup:
         return group
 
     async def step(self, rollouts: Sequence[WeightedRollout]) -> StepResult:
-        split = shares(rollouts, self.data_size, self.config.trainer.micro_batch_rows)
+        split = shares(rollouts, self.data_size, self.config.trainer)
         stored = [ray.put(micro_batches) for micro_batches in split]
         results: list[StepResult] = await asyncio.gather(
             *(rank.step.remote(stored[d]) for rank, d in zip(self.ranks, self.data_ranks))
@@ -271,11 +265,7 @@ class TrainerGroup:
         names = self.config.algorithm.frozen_policies
         if not names:
             return {}
-        split = split_rows(
-            [len(row.token_ids) for row in rows],
-            self.data_size,
-            self.config.trainer.micro_batch_rows,
-        )
+        split = split_rows(rows, self.data_size, self.config.trainer)
         stored = [
             ray.put([[rows[i] for i in part] or [without_actions(rows[0])] for part in share])
             for share in split
@@ -298,7 +288,8 @@ class TrainerGroup:
         return flat
 
     async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
-        split = split_rows([len(row.token_ids) for row in rows], self.data_size, len(rows))
+        lengths = [len(row.token_ids) for row in rows]
+        split = split_units(lengths, self.data_size, max_rows=len(rows))
         stored = [
             ray.put([rows[i] for i in share[0]] or [without_actions(rows[0])]) for share in split
         ]

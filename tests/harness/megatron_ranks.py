@@ -11,6 +11,7 @@ import torch.distributed as dist
 from harness.baselines.megatron_core import MegatronCoreBackend, parallel_state
 from molt_core.config import TrainerConfig
 from molt_core.train.collate import collate
+from molt_core.train.split import without_actions
 from tests.harness.trainer_cases import (
     MODEL,
     OPTIMIZER,
@@ -19,7 +20,6 @@ from tests.harness.trainer_cases import (
     backend_logprobs,
     backend_step,
     backend_training,
-    context_only,
     trajectories,
 )
 
@@ -35,7 +35,7 @@ def share(checkpoint: Path, images_per_row: tuple[int, ...], data_rank: int, dat
     own = order[data_rank * len(rows) // data_size : (data_rank + 1) * len(rows) // data_size]
     if data_rank == 0:
         everything = ([rows[i] for i in own], [values[i] for i in own])
-        return [everything, ([context_only(rows[0])], [np.zeros(0, np.float32)])]
+        return [everything, ([without_actions(rows[0])], [np.zeros(0, np.float32)])]
     halves = (own[: len(own) // 2], own[len(own) // 2 :])
     return [([rows[i] for i in half], [values[i] for i in half]) for half in halves]
 

@@ -6,16 +6,18 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from molt_core.config import ModelConfig, OptimizerConfig
+from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy, save_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate, mrope_positions
 from molt_core.train.logprobs import ActionDistribution
+from molt_core.train.split import split_rows, without_actions
 from molt_core.types import ImageInput, Trajectory, Turn
 
 MODEL = ModelConfig(builtin="tiny-qwen3-vl-moe")
@@ -82,14 +84,6 @@ def trajectories(checkpoint: Path, images_per_row: tuple[int, ...]) -> list[Traj
 def advantages(rows: list[Trajectory]) -> list[np.ndarray]:
     rng = np.random.default_rng(6)
     return [rng.standard_normal(row.action_tokens).astype(np.float32) for row in rows]
-
-
-def context_only(row: Trajectory) -> Trajectory:
-    """The row with nothing sampled in it: a micro-batch that must change nothing."""
-    empty = np.zeros(len(row.token_ids), np.float32)
-    return replace(
-        row, action_mask=empty > 0, logprobs=empty, versions=np.full(len(empty), -1), turns=()
-    )
 
 
 def another_sample(row: Trajectory) -> Trajectory:
@@ -169,10 +163,16 @@ def policy_gradient_loss(
     return -(logprobs * batch.advantages).sum() / denominator
 
 
-def oracle_training(
-    checkpoint: Path, rows: list[Trajectory]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Gradient norms and weights after ``STEPS`` steps of transformers, clip_grad_norm_ and AdamW, decay on matrices only."""
+class Training(NamedTuple):
+    """What ``STEPS`` steps of one trainer gave: one loss and gradient norm a step, and the weights after the last."""
+
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+
+
+def oracle_training(checkpoint: Path, rows: list[Trajectory]) -> Training:
+    """Transformers, clip_grad_norm_ and AdamW, decay on matrices only."""
     policy = load_policy(checkpoint)
     parameters = list(policy.parameters())
     optimizer = torch.optim.AdamW(
@@ -185,14 +185,26 @@ def oracle_training(
         eps=OPTIMIZER.eps,
     )
     batch = collate(rows, advantages(rows))
-    norms = []
+    norms, losses = [], []
     for _ in range(STEPS):
         logprobs = token_logprobs(oracle_logits(policy, rows), batch)
-        policy_gradient_loss(logprobs, batch, len(batch.action_ids)).backward()
+        loss = policy_gradient_loss(logprobs, batch, len(batch.action_ids))
+        loss.backward()
+        losses.append(float(loss.detach()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    return norms, {name: p.detach() for name, p in policy.named_parameters()}
+    return Training(norms, {name: p.detach() for name, p in policy.named_parameters()}, losses)
+
+
+def share(rows: list[Trajectory], data_rank: int, data_size: int, trainer: TrainerConfig):
+    """This rank's micro-batches as ``trainer`` cuts them: (rows, advantages)."""
+    values = advantages(rows)
+    nothing = ([without_actions(rows[0])], [values[0][:0]])
+    return [
+        ([rows[i] for i in part], [values[i] for i in part]) if part else nothing
+        for part in split_rows(rows, data_size, trainer)[data_rank]
+    ]
 
 
 def backend_step(

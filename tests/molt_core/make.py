@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from molt_core.algo.aggregation import WeightedRollout
 from molt_core.types import NOT_SAMPLED, Group, ImageInput, Rollout, Trajectory, Turn
 
 
@@ -25,6 +26,13 @@ def trajectory(
         turns=(Turn(prompt, length, {}, 0, "stop"),) if actions else (),
         images=images,
     )
+
+
+def weighted(actions: int = 3, segments: int = 1) -> WeightedRollout:
+    """A rollout to train on: advantages 1, every token weighs the same."""
+    parts = tuple(trajectory(actions=actions) for _ in range(segments))
+    count = actions * segments
+    return WeightedRollout(parts, np.ones(count, np.float32), np.full(count, 1 / count, np.float32))
 
 
 def group(

@@ -17,10 +17,8 @@ from molt_core.train.objective import (
     forward_backward,
     row_logprobs,
     score,
-    shares,
-    split_rows,
-    without_actions,
 )
+from molt_core.train.split import without_actions
 from tests.molt_core.make import trajectory
 
 NOTHING = torch.tensor([], dtype=torch.long)
@@ -208,36 +206,3 @@ def test_row_log_probabilities_come_back_by_row():
     assert [len(values) for values in found] == [1, 4, 2, 1, 5, 3]
     # All rows go through the same ids, so the longest one's log-probabilities begin each other's.
     assert all(np.array_equal(values, found[4][: len(values)]) for values in found)
-
-
-@given(
-    segments=st.lists(st.integers(1, 4), min_size=1, max_size=20),
-    data_size=st.integers(1, 5),
-    micro_batch_rows=st.integers(1, 9),
-)
-def test_every_rollout_goes_whole_to_one_micro_batch(segments, data_size, micro_batch_rows):
-    rollouts = [rollout(n, (2,) * count) for n, count in enumerate(segments)]
-    split = shares(rollouts, data_size, micro_batch_rows)
-    assert len(split) == data_size and len({len(share) for share in split}) == 1
-    parts = [part for share in split for part in share]
-    assert all(parts)
-    for part in parts:
-        rows = sum(len(one.segments) for one in part)
-        assert rows <= micro_batch_rows or len(part) == 1
-    trained = [one for part in parts for one in part if len(one.weights)]
-    assert sorted(map(id, trained)) == sorted(map(id, rollouts))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    data_size=st.integers(1, 5),
-    micro_batch_rows=st.integers(1, 9),
-)
-def test_every_row_goes_to_one_rank_and_ranks_have_equally_many_micro_batches(
-    lengths, data_size, micro_batch_rows
-):
-    split = split_rows(lengths, data_size, micro_batch_rows)
-    assert len(split) == data_size
-    assert len({len(share) for share in split}) == 1
-    assert max(len(m) for share in split for m in share) <= micro_batch_rows
-    assert sorted(i for share in split for m in share for i in m) == list(range(len(lengths)))

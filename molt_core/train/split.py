@@ -1,0 +1,108 @@
+"""A batch cut over ranks and micro-batches: every row once, nothing dropped, every rank with equally many micro-batches.
+
+How it is cut changes time and memory and nothing else: tokens have been weighed before (``algo/aggregation.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from molt_core.algo.aggregation import WeightedRollout
+from molt_core.config import TrainerConfig
+from molt_core.types import NOT_SAMPLED, Trajectory
+
+Split = list[list[list[int]]]
+"""Indices of units: ``split[rank][micro_batch]``. A micro-batch may be empty."""
+
+
+def shares(
+    rollouts: Sequence[WeightedRollout], data_size: int, trainer: TrainerConfig
+) -> list[list[list[WeightedRollout]]]:
+    """The micro-batches of each rank, equally many and none empty: context without a sampled token fills up a short share."""
+    first, nothing = rollouts[0], np.zeros(0, np.float32)
+    filler = WeightedRollout(
+        (without_actions(first.segments[0]),),
+        nothing,
+        nothing,
+        None if first.reference_logprobs is None else nothing,
+    )
+    split = split_units(
+        [rollout.tokens_forward for rollout in rollouts],
+        data_size,
+        max_rows=trainer.micro_batch_rows,
+        max_tokens=trainer.max_tokens_per_micro_batch,
+        rows=[len(rollout.segments) for rollout in rollouts],
+    )
+    return [[[rollouts[i] for i in part] or [filler] for part in share] for share in split]
+
+
+def split_rows(rows: Sequence[Trajectory], data_size: int, trainer: TrainerConfig) -> Split:
+    """Of rows that need not stay together."""
+    return split_units(
+        [len(row.token_ids) for row in rows],
+        data_size,
+        max_rows=trainer.micro_batch_rows,
+        max_tokens=trainer.max_tokens_per_micro_batch,
+    )
+
+
+def split_units(
+    lengths: Sequence[int],
+    data_size: int,
+    *,
+    max_rows: int,
+    max_tokens: int | None = None,
+    rows: Sequence[int] | None = None,
+) -> Split:
+    """Units of ``lengths`` tokens in ``rows`` rows (one each, where not given) to ranks and micro-batches.
+
+    Longest first, each to the rank with the fewest tokens; then, rank by rank, each into the first micro-batch that it fits
+    into: at most ``max_rows`` rows and ``max_tokens`` tokens. A unit that is larger than that is a micro-batch of its own.
+    """
+    rows = [1] * len(lengths) if rows is None else rows
+    most = sum(lengths) if max_tokens is None else max_tokens
+    ranks: list[list[int]] = [[] for _ in range(data_size)]
+    tokens = [0] * data_size
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min(range(data_size), key=lambda r: (tokens[r], r))
+        ranks[rank].append(index)
+        tokens[rank] += lengths[index]
+    split = [_first_fit(share, lengths, rows, most, max_rows) for share in ranks]
+    count = max(1, *map(len, split))
+    return [share + [[] for _ in range(count - len(share))] for share in split]
+
+
+def _first_fit(
+    share: Sequence[int],
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    max_tokens: int,
+    max_rows: int,
+) -> list[list[int]]:
+    def fits(part: list[int]) -> bool:
+        return (
+            sum(lengths[i] for i in part) <= max_tokens and sum(rows[i] for i in part) <= max_rows
+        )
+
+    parts: list[list[int]] = []
+    for index in share:
+        room = next((part for part in parts if fits([*part, index])), None)
+        if room is None:
+            parts.append([index])
+        else:
+            room.append(index)
+    return parts
+
+
+def without_actions(row: Trajectory) -> Trajectory:
+    """The row as mere context: it fills a micro-batch of a rank that has no rows left and adds nothing to any sum."""
+    return replace(
+        row,
+        action_mask=np.zeros_like(row.action_mask),
+        logprobs=np.zeros_like(row.logprobs),
+        versions=np.full_like(row.versions, NOT_SAMPLED),
+        turns=(),
+    )

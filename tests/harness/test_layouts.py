@@ -1,0 +1,48 @@
+"""The objective does not depend on the layout: one table of backends, world sizes and cuts, against one plain trainer.
+
+Tolerances, float32: loss and gradient norm within 1e-5 of themselves, every weight after three steps within 5e-6; the steps
+move weights by up to 3e-3.
+"""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from tests.harness.layout_ranks import BACKENDS, IMAGES, WORLDS, run
+from tests.harness.trainer_cases import (
+    free_port,
+    largest_difference,
+    oracle_training,
+    rescaled_checkpoint,
+    trajectories,
+)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """The plain trainer's losses, norms and weights; and by world size what every rank found for every backend and cut."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("layouts")
+    checkpoint = rescaled_checkpoint(out)
+    oracle = oracle_training(checkpoint, trajectories(checkpoint, IMAGES))
+    multiprocessing.set_forkserver_preload([run.__module__])
+    found = {}
+    for world in WORLDS:
+        torch.multiprocessing.start_processes(
+            run, (world, free_port(), checkpoint, out), nprocs=world, start_method="forkserver"
+        )
+        found[world] = [torch.load(out / f"{world}-{rank}.pt") for rank in range(world)]
+    return oracle, found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world, cut", [(w, cut) for w, cuts in WORLDS.items() for cut in cuts])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loss_norm_and_weights_equal_the_plain_trainers(table, backend, cut, world):
+    oracle, found = table
+    for rank in found[world]:
+        losses, norms, weights = rank[backend, cut]
+        assert losses == pytest.approx(oracle.losses, rel=1e-5)
+        assert norms == pytest.approx(oracle.norms, rel=1e-5)
+        assert largest_difference(weights, oracle.weights) < 5e-6
