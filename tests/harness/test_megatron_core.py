@@ -25,6 +25,7 @@ from tests.harness.trainer_cases import (
     backend_logprobs,
     backend_step,
     backend_training,
+    disturbed_training,
     kept_bytes,
     largest_difference,
     oracle_logits,
@@ -158,6 +159,14 @@ def test_gradient_accumulation_does_not_change_the_step(checkpoint, rows, oracle
     micro_batches.append(([without_actions(rows[0])], [np.zeros(0, np.float32)]))
     norms, weights = backend_training(backend, micro_batches, denominator)
     np.testing.assert_allclose(norms, oracle[0], rtol=1e-5)
+    assert largest_difference(weights, oracle[1]) < 5e-6
+
+
+def test_a_step_on_nothing_on_no_number_or_withheld_leaves_no_trace(checkpoint, rows, oracle):
+    denominator = sum(row.action_tokens for row in rows)
+    norms, weights = disturbed_training(build(checkpoint), [(rows, advantages(rows))], denominator)
+    expected = [n for norm in oracle[0] for n in (np.nan, 0.0, 3 * norm, norm)]
+    np.testing.assert_allclose(norms, expected, rtol=1e-5)
     assert largest_difference(weights, oracle[1]) < 5e-6
 
 

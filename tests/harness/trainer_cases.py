@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -211,14 +212,27 @@ def backend_step(
     backend: TrainBackend,
     micro_batches: list[tuple[list[Trajectory], list[np.ndarray]]],
     denominator: int,
+    factor: float = 1.0,
+    apply: bool = True,
 ) -> float:
-    """One optimiser step on this rank's micro-batches; the gradient norm."""
+    """One optimiser step on this rank's micro-batches, the loss times ``factor``; the gradient norm."""
     for number, (rows, row_advantages) in enumerate(micro_batches):
         batch = collate(rows, row_advantages)
         logprobs, _ = backend.action_logprobs(batch, PLAIN)
         loss = policy_gradient_loss(logprobs, batch, denominator)
-        backend.backward(loss, is_last=number == len(micro_batches) - 1)
-    return backend.optimizer_step()
+        backend.backward(factor * loss, is_last=number == len(micro_batches) - 1)
+    return backend.optimizer_step(apply)
+
+
+def disturbed_training(
+    backend: TrainBackend, micro_batches, denominator: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """``backend_training`` with three steps before each that must not be taken; all gradient norms."""
+    norms = []
+    for _ in range(STEPS):
+        for factor, apply in ((math.nan, True), (0.0, True), (3.0, False), (1.0, True)):
+            norms.append(backend_step(backend, micro_batches, denominator, factor, apply))
+    return norms, {name: weight.clone() for name, weight in backend.named_weights()}
 
 
 def backend_training(

@@ -1,5 +1,6 @@
 """The FSDP2 trainer against transformers and torch's AdamW: one rank, two ranks with uneven shares, and after a restart."""
 
+import math
 import multiprocessing
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.harness.trainer_cases import (
     backend_logprobs,
     backend_step,
     backend_training,
+    disturbed_training,
     free_port,
     kept_bytes,
     largest_difference,
@@ -74,6 +76,16 @@ def test_logprobs_of_rows_end_to_end_equal_transformers(checkpoint):
         expected = token_logprobs(oracle_logits(load_policy(checkpoint), rows), batch)
     assert expected.std() > 0.1
     assert float((found - expected).abs().max()) < 1e-5
+
+
+def test_a_step_on_nothing_on_no_number_or_withheld_leaves_no_trace(checkpoint, oracle):
+    backend = build(checkpoint)
+    norms, weights = disturbed_training(
+        backend, micro_batches(checkpoint, backend, 3), denominator(checkpoint)
+    )
+    expected = [n for norm in oracle[0] for n in (math.nan, 0.0, 3 * norm, norm)]
+    assert norms == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert largest_difference(weights, oracle[1]) < 5e-6
 
 
 def test_activation_checkpointing_keeps_less_and_changes_no_step(checkpoint, oracle):

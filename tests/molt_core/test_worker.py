@@ -1,0 +1,214 @@
+"""One trainer rank on the built-in policy, without engine or Ray: what is stepped on, what is not, and what stays frozen."""
+
+import math
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from molt_core.algo.aggregation import WeightedRollout, weighted_rollouts
+from molt_core.config import RunConfig
+from molt_core.train.objective import row_logprobs
+from molt_core.train.split import shares
+from molt_core.train.worker import TrainerRank
+from molt_core.types import Batch, Group, Rollout
+from tests.harness.trainer_cases import free_port, rescaled_checkpoint, trajectories
+
+
+@pytest.fixture
+def start(tiny_checkpoint):
+    """Starts ranks of world size 1, one after the other, each with its own process group."""
+    torch.set_num_threads(1)
+
+    def start(**algorithm) -> TrainerRank:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        config = RunConfig.model_validate(
+            {
+                "model": {"builtin": "tiny-qwen3-vl-moe"},
+                "task": {"source": "shapes"},
+                "algorithm": algorithm,
+                "trainer": {"micro_batch_rows": 3},
+                "loop": {"max_staleness": 0},
+            }
+        )
+        rank = TrainerRank(0, config, tiny_checkpoint)
+        rank.start("127.0.0.1", free_port())
+        return rank
+
+    yield start
+    dist.destroy_process_group()
+
+
+def batch(checkpoint: Path) -> Batch:
+    """Two groups of three rollouts; rewards by whether the first sampled id is even."""
+    rows = trajectories(checkpoint, (1, 0, 2, 1, 0))
+    rollouts = [
+        Rollout(str(n), (row,), float(row.token_ids[row.action_mask][0] % 2 == 0))
+        for n, row in enumerate(rows)
+    ]
+    return Batch(
+        (Group("p", 0, tuple(rollouts[:3]), 0, 0), Group("q", 1, tuple(rollouts[3:]), 0, 0)), 0
+    )
+
+
+def on_policy(rank: TrainerRank, batch: Batch) -> Batch:
+    """The batch with the log-probabilities that the rank's own policy has for it now."""
+
+    def relabelled(row):
+        logprobs = np.zeros(len(row.token_ids), np.float32)
+        (logprobs[row.action_mask],) = row_logprobs(rank.backend, [row], rank.distribution)
+        return replace(row, logprobs=logprobs)
+
+    groups = [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(r, segments=tuple(map(relabelled, r.segments))) for r in group.rollouts
+            ),
+        )
+        for group in batch.groups
+    ]
+    return replace(batch, groups=tuple(groups))
+
+
+def frozen(rank: TrainerRank, batch: Batch) -> dict[str, np.ndarray]:
+    rows = [segment for group in batch.groups for segment in group.segments]
+    return {k: np.concatenate(v) for k, v in rank.frozen_logprobs([rows[:2], rows[2:]]).items()}
+
+
+def rollouts_of(rank: TrainerRank, batch: Batch) -> list[WeightedRollout]:
+    return weighted_rollouts(batch, rank.config.algorithm, frozen(rank, batch))
+
+
+def step(rank: TrainerRank, rollouts: list[WeightedRollout]):
+    return rank.step(shares(rollouts, 1, rank.config.trainer)[0])
+
+
+def weights(rank: TrainerRank) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in rank.backend.named_weights()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def with_nan(rollouts: list[WeightedRollout]) -> list[WeightedRollout]:
+    spoilt = np.full_like(rollouts[0].advantages, math.nan)
+    return [replace(rollouts[0], advantages=spoilt), *rollouts[1:]]
+
+
+def without_signal(rollouts: list[WeightedRollout]) -> list[WeightedRollout]:
+    return [replace(r, advantages=np.zeros_like(r.advantages)) for r in rollouts]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "norm"),
+    [(with_nan, math.nan), (without_signal, 0.0)],
+    ids=["not finite", "no signal"],
+)
+def test_a_batch_that_cannot_be_stepped_on_leaves_weights_and_optimiser_as_they_were(
+    start, tiny_checkpoint, spoil, norm
+):
+    rank = start()
+    rollouts = rollouts_of(rank, batch(tiny_checkpoint))
+    assert step(rank, rollouts).stepped
+    after_one = weights(rank)
+    result = step(rank, spoil(rollouts))
+    assert not result.stepped and result.grad_norm == pytest.approx(norm, nan_ok=True)
+    assert equal(weights(rank), after_one)
+    assert step(rank, rollouts).stepped
+    after_two = weights(rank)
+    undisturbed = start()
+    step(undisturbed, rollouts), step(undisturbed, rollouts)
+    assert equal(after_two, weights(undisturbed))
+
+
+def test_a_batch_of_which_the_correction_keeps_nothing_is_not_stepped_on(start, tiny_checkpoint):
+    # The entropy bonus has a gradient even so: what was rejected must not be trained on by it either.
+    rank = start(correction={"mode": "mask", "high": 1e-9}, entropy_coef=0.1)
+    before = weights(rank)
+    result = step(rank, rollouts_of(rank, batch(tiny_checkpoint)))
+    assert not result.stepped and result.grad_norm > 0
+    assert equal(weights(rank), before)
+
+
+def test_the_reference_policy_is_the_initial_one_and_stays_it(start, tiny_checkpoint):
+    rank = start(kl={"coef": 0.1})
+    found = on_policy(rank, batch(tiny_checkpoint))
+    sampled = np.concatenate([s.logprobs[s.action_mask] for g in found.groups for s in g.segments])
+    first = frozen(rank, found)["reference"]
+    np.testing.assert_allclose(first, sampled, rtol=0, atol=1e-5)
+    assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] == pytest.approx(0, abs=1e-5)
+    assert np.array_equal(frozen(rank, found)["reference"], first)
+    assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] > 1e-4
+
+
+def test_a_strong_penalty_holds_the_policy_at_the_reference(start, tiny_checkpoint):
+    found = batch(tiny_checkpoint)
+
+    def distance(coef: float) -> float:
+        rank = start(kl={"coef": coef})
+        rollouts = rollouts_of(rank, found)
+        return [step(rank, rollouts).sums["kl_reference"] for _ in range(6)][-1]
+
+    assert distance(100.0) < distance(1e-9) / 10
+
+
+def test_on_policy_distillation_moves_the_policy_towards_its_teacher(
+    start, tiny_checkpoint, tmp_path
+):
+    teacher = rescaled_checkpoint(tmp_path)
+    rank = start(advantage="on_policy_distillation", teacher=str(teacher), loss="policy_gradient")
+    found = batch(tiny_checkpoint)
+    distances = []
+    for _ in range(8):
+        current = on_policy(rank, found)
+        rollouts = rollouts_of(rank, current)
+        # The reward of a token is log teacher - log policy: what is left of it is how far they are apart.
+        distances.append(sum(float(abs(r.advantages).sum()) for r in rollouts))
+        step(rank, rollouts)
+    assert distances[-1] < 0.8 * distances[0]
+
+
+def test_an_estimator_and_a_loss_from_one_outside_file_train_a_policy(
+    start, tiny_checkpoint, tmp_path
+):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        textwrap.dedent(
+            '''
+            """Reward of the rollout above the median of the batch, and the likelihood of what was above it."""
+
+            import torch
+
+            from molt_core.algo.advantages import register_advantage
+            from molt_core.algo.losses import register_loss
+
+
+            @register_advantage("above_median")
+            def above_median(tokens, config):
+                return (tokens.reward > tokens.reward.median())[tokens.rollout].float()
+
+
+            @register_loss("likelihood_of_good")
+            def likelihood_of_good(tokens, config):
+                good = tokens.advantages > 0
+                return torch.where(good, -tokens.logprobs, 0.0), {"good_fraction": good}
+            '''
+        )
+    )
+    rank = start(
+        plugins=[str(plugin)], advantage="above_median", loss="likelihood_of_good", correction="off"
+    )
+    found = batch(tiny_checkpoint)
+    rollouts = rollouts_of(rank, found)
+    results = [step(rank, rollouts) for _ in range(5)]
+    good = sum(r.action_tokens for r in found.rollouts if r.reward > 0)
+    assert 0 < good < found.action_tokens
+    assert results[0].sums["good_fraction"] == good
+    assert results[-1].sums["loss"] < results[0].sums["loss"] - 0.1
