@@ -13,9 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,6 +25,7 @@ from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor
 from molt_core.train.policy import ActionPolicy
+from molt_core.train.state import FIRST, KINDS, SECOND, WEIGHTS, load_state, save_state
 
 PREFIX = "policy."
 
@@ -82,9 +81,7 @@ class FSDP2Backend:
             betas=optimizer.betas,
             eps=optimizer.eps,
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: lr_factor(step, total_steps, optimizer)
-        )
+        self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
 
     def _keep_router_logits(self, module: nn.Module, inputs: tuple, output: tuple) -> None:
         self._router_logits[module] = output[0].detach()
@@ -111,8 +108,11 @@ class FSDP2Backend:
         norm = nn.utils.clip_grad_norm_(self.root.parameters(), self.clip_norm)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if apply and can_step(norm):
+            factor = lr_factor(self._steps, self._total_steps, self._optimizer_config)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._optimizer_config.lr * factor
             self.optimizer.step()
-            self.schedule.step()
+            self._steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -123,21 +123,23 @@ class FSDP2Backend:
             yield name.removeprefix(PREFIX), whole.to(self.dtype)
 
     def save(self, folder: Path) -> Future:
-        return dcp.async_save(
-            self._state(), checkpoint_id=folder, process_group=self._checkpoint_group
-        )
+        return save_state(self._state(), self._steps, folder, self._checkpoint_group)
 
     def load(self, folder: Path) -> None:
-        state = self._state()
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.root,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        self.schedule.load_state_dict(state["schedule"])
+        self._steps = load_state(self._state(), folder, self._checkpoint_group)
+        for moments in self.optimizer.state.values():
+            moments["step"].fill_(self._steps)
 
-    def _state(self) -> dict:
-        model, optimizer = get_state_dict(self.root, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+    def _state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Weights and moments by kind and name: the tensors themselves, sharded as they are."""
+        state = {kind: {} for kind in KINDS}
+        for name, parameter in self.root.named_parameters():
+            name = name.removeprefix(PREFIX)
+            moments = self.optimizer.state[parameter]
+            if not moments:  # not stepped yet
+                moments["step"] = torch.tensor(0.0)
+                moments["exp_avg"] = torch.zeros_like(parameter)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            state[WEIGHTS][name] = parameter.detach()
+            state[FIRST][name], state[SECOND][name] = moments["exp_avg"], moments["exp_avg_sq"]
+        return state
