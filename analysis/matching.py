@@ -16,11 +16,12 @@ ARM_OWNED = ("trainer", "seed")
 
 @pair_check(
     "same protocol",
-    "equal but for " + " and ".join(ARM_OWNED),
+    "equal but for " + " and ".join(ARM_OWNED) + ", and the switch where one is declared",
     "what else differs may make the difference",
 )
 def same_protocol(pair: Pair) -> Finding:
     differing = differing_keys([protocol(run.config) for run in pair.runs])
+    differing.pop(pair.plan.switch, None)  # the declared difference; that it holds is in the report
     values = {name: f"runs compared: {len(runs)}" for name, runs in pair.arms.items()}
     if not all(run.config for run in pair.runs):
         return Finding(False, values, "run.json holds no config")

@@ -200,6 +200,9 @@ class Plan(Strict):
         description="seed: learning endpoints pair by seed, times by the seed's block in time; "
         "none: independent runs, Welch's test",
     )
+    switch: str | None = Field(
+        None, description="the one key of the protocol in which the arms differ, by declaration"
+    )
     identities: dict[str, PlannedRun] = Field(
         default_factory=dict, description="run folder name -> what it is for"
     )

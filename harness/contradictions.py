@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 NAME = re.compile(r"^[a-z][a-z0-9_]*$")
 RESERVED = ("warmup", "conformance", "report", "control", "repeat")
 """Names of folders beside the runs, which no system may take."""
+SWITCHABLE = ("engine", "optimizer", "algorithm", "rollout", "loop")
+"""Sections whose fields may be an experiment's switch: what is learned from, and how it is measured, stay shared."""
 
 
 def contradictions(document: Document, file: ExperimentFile) -> Iterator[Problem]:
@@ -69,6 +71,7 @@ def contradictions(document: Document, file: ExperimentFile) -> Iterator[Problem
             yield problem(key, what, "Each seed is one replicate; give different ones")
         if any(seed < 0 for seed in seeds):
             yield problem(key, "has a negative seed", "Seeds are 0 or more")
+    yield from _switches(file, problem)
     floors = {("noise_floor",): file.noise_floor} | {
         ("scales", name, "noise_floor"): scale.noise_floor
         for name, scale in file.scales.items()
@@ -146,3 +149,37 @@ def unrecorded(
                 place = ("endpoints", position, "field")
                 what = f"{name!r} is recorded by no run"
                 yield Problem(document.line(place), dotted(place), what, suggestion(name, known))
+
+
+def _switches(
+    file: ExperimentFile, problem: Callable[[KeyPath, str, str], Problem]
+) -> Iterator[Problem]:
+    """A switch is one key of the protocol with a value of its own in every arm; without one no arm has a value."""
+    given = {name: system.switch for name, system in file.systems.items()}
+    if file.switch is None:
+        for name, value in given.items():
+            if value is not None:
+                yield problem(
+                    ("systems", name, "switch"),
+                    "sets a switch that the experiment does not declare",
+                    "Name the key at the top: `switch: engine.prefix_caching`",
+                )
+        return
+    if file.switch.partition(".")[0] not in SWITCHABLE or file.switch.count(".") != 1:
+        yield problem(
+            ("switch",),
+            f"{file.switch} cannot be the one difference between arms",
+            f"Name a field of {', '.join(SWITCHABLE)}, e.g. engine.prefix_caching",
+        )
+    for name, value in given.items():
+        if value is None:
+            yield problem(
+                ("systems", name),
+                f"has no value for the switch {file.switch}",
+                "Add `switch: VALUE` to it",
+            )
+    values = [repr(value) for value in given.values() if value is not None]
+    if len(set(values)) < len(values):
+        yield problem(
+            ("switch",), "has the same value in two arms", "Give each arm a value of its own"
+        )

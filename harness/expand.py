@@ -101,6 +101,7 @@ class Expansion:
             validity=rules.validity,
             alpha=rules.alpha,
             pairing_unit=rules.pairing_unit,
+            switch=experiment.switch,
             identities={
                 run.name: PlannedRun(
                     system=run.system, seed=run.seed, identity=run.identity, purpose=run.purpose
@@ -126,13 +127,13 @@ def expand(
 
 
 def arms_difference(scale: Scale) -> dict[str, dict[str, Any]]:
-    """Trainer field -> system -> value, for the fields in which the systems differ."""
-    trainers = {
-        name: flatten(config.trainer.model_dump(mode="json"))
+    """Dotted key of a run's configuration -> system -> value, where the systems differ."""
+    configs = {
+        name: flatten(config.model_dump(mode="json", exclude={"seed"}))
         for name, config in scale.configs.items()
     }
-    keys = dict.fromkeys(key for trainer in trainers.values() for key in trainer)
-    table = {key: {name: trainer.get(key) for name, trainer in trainers.items()} for key in keys}
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    table = {key: {name: config.get(key) for name, config in configs.items()} for key in keys}
     return {key: row for key, row in table.items() if len(set(map(repr, row.values()))) > 1}
 
 
@@ -196,11 +197,13 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
         config = scale.configs[arm.name]
         pair = {"baseline": baseline.trainer.model_dump(mode="json")}
         pair["candidate"] = config.trainer.model_dump(mode="json")
+        if protocol_of(baseline) != protocol_of(config):
+            pair["baseline_protocol"] = protocol_of(baseline)
         both = (*shared, *own[experiment.baseline], *own[arm.name])
         identity = run_identity(
             "conformance",
             where,
-            protocol,
+            protocol_of(config),
             code=code,
             files=hashes(both),
             system=pair,
@@ -226,16 +229,15 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
     floor = tuple(noise_floor(experiment, scale))
     replicates = ((system, seed, "replicate", 0) for system, seed in interleaved(experiment, scale))
     for system, seed, purpose, number in (*replicates, *floor):
-        config, run_protocol = scale.config(system, seed), protocol
+        config = scale.config(system, seed)
         if purpose == "control":
             optimizer = config.optimizer.model_copy(update={"lr": 0.0})
             config = config.model_copy(update={"optimizer": optimizer})
-            run_protocol = protocol_of(config)
         arm = {"name": system, "trainer": config.trainer.model_dump(mode="json")}
         identity = run_identity(
             "train",
             where,
-            run_protocol,
+            protocol_of(config),
             code=code,
             files=hashes((*shared, *own[system])),
             system={**arm, "repeat": number} if number else arm,

@@ -77,7 +77,7 @@ def dry_run(
         ),
         highlight=False,
     )
-    console.print("\n[bold]The arms differ in[/] trainer:")
+    console.print("\n[bold]The arms differ in[/]")
     names = [arm.name for arm in experiment.arms]
     shown = Table(box=None, padding=(0, 2))
     shown.add_column("")

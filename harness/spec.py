@@ -30,6 +30,9 @@ class System(Strict):
 
     role: Literal["baseline", "candidate"]
     trainer: dict[str, Any] = Field(description="the fields of molt_core.config.TrainerConfig")
+    switch: bool | int | float | str | None = Field(
+        None, description="this arm's value of the experiment's switch, where it has one"
+    )
 
 
 class SystemPatch(Strict):
@@ -115,6 +118,11 @@ class ExperimentFile(Strict):
     name: str = Field(description="also the name of its folder under runs/")
     question: str = Field(min_length=1, description="the one question it answers")
     protocol: dict[str, Any] = Field(description="what every arm shares")
+    switch: str | None = Field(
+        None,
+        description="the one key of the protocol in which the arms differ, e.g. engine.prefix_caching: an experiment "
+        "about a feature and not about a trainer",
+    )
     systems: dict[str, System] = Field(description="the arms, one of them with role: baseline")
     seeds: tuple[int, ...] = Field(min_length=1)
     endpoints: tuple[Endpoint, ...] = Field(description="what is measured, with its margin")
@@ -154,6 +162,7 @@ class Experiment:
     scales: dict[str, Scale]
     default_scale: str | None
     document: Document
+    switch: str | None = None
 
     @property
     def baseline(self) -> str:
@@ -192,6 +201,7 @@ def load(path: str | Path, base: Path = Path()) -> Experiment:
         scales,
         defaults[0] if defaults else None,
         document,
+        file.switch,
     )
 
 
@@ -213,6 +223,12 @@ def merge(base: dict[str, Any], patch: dict[str, Any], model: type[Strict]) -> d
     return merged
 
 
+def with_value(protocol: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The protocol with one dotted key set: what an arm of a switch experiment runs under."""
+    section_name, _, field = key.partition(".")
+    return {**protocol, section_name: {**(protocol.get(section_name) or {}), field: value}}
+
+
 def _resolve(
     document: Document, file: ExperimentFile, name: str
 ) -> tuple[Scale | None, list[Problem]]:
@@ -224,9 +240,10 @@ def _resolve(
         trainer = merge(arm.trainer, changes, RunConfig.model_fields["trainer"].annotation)
         seed = 0
         try:
+            own = protocol if file.switch is None else with_value(protocol, file.switch, arm.switch)
             configs[system] = RunConfig.model_validate(
                 {
-                    **{key: protocol[key] for key in protocol if key not in ("trainer", "seed")},
+                    **{key: own[key] for key in own if key not in ("trainer", "seed")},
                     "trainer": trainer,
                     "seed": seed,
                 }

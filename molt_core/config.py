@@ -175,6 +175,9 @@ class EngineConfig(Strict):
     )
     max_sequences: int = Field(128, gt=0, description="most sequences decoded together")
     threads: int = Field(1, gt=0, description="CPU threads of an engine")
+    prefix_caching: bool = Field(
+        True, description="keep the keys and values of shared prompt prefixes (vLLM)"
+    )
 
 
 class TrainerConfig(Strict):

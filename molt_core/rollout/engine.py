@@ -144,7 +144,7 @@ class Engine:
                 tensor_parallel_size=config.tensor_parallel,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
-                enable_prefix_caching=True,
+                enable_prefix_caching=config.prefix_caching,
                 # vLLM's own cache of processed images is emptied by a refit while requests read it, which fails them; the
                 # samples of a prompt share one rendered prompt here instead.
                 mm_processor_cache_gb=0,

@@ -161,6 +161,17 @@ def test_a_check_sees_its_other_faults(tmp_path, name, fault, message):
     assert check.passed is False and message in check.found
 
 
+def test_a_declared_switch_may_differ_and_nothing_else(tmp_path):
+    def cached(system, seed, run):
+        run["config"]["engine"]["prefix_caching"] = system == "molt"
+
+    folder = planted(tmp_path, {"edit_run": cached})
+    plan = json.loads((folder / "plan.json").read_text())
+    assert not checks_of(folder)["same protocol"].passed
+    (folder / "plan.json").write_text(json.dumps({**plan, "switch": "engine.prefix_caching"}))
+    assert checks_of(folder)["same protocol"].passed
+
+
 def test_a_run_of_one_step_can_have_updated_its_policy(tmp_path):
     folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=1)
     assert checks_of(folder)["policy updated"].passed

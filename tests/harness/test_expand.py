@@ -8,7 +8,7 @@ import pytest
 
 from harness.expand import arms_difference, expand, flatten, interleaved
 from harness.spec import load
-from tests.harness.test_spec import write
+from tests.harness.test_spec import GOOD, write
 
 
 @pytest.fixture
@@ -89,6 +89,29 @@ def test_only_the_control_has_learning_rate_zero_and_only_its_rate_differs(tmp_p
     assert {key for key in control if control[key] != ordinary[key]} == {"optimizer.lr"}
 
 
+SWITCH = """\
+switch: engine.prefix_caching
+systems:
+  ours: {role: candidate, switch: true, trainer: {backend: fsdp2}}
+  theirs: {role: baseline, switch: false, trainer: {backend: fsdp2}}
+seeds:"""
+
+
+@pytest.fixture
+def switched(tmp_path):
+    systems = GOOD[GOOD.index("systems:") : GOOD.index("seeds: [0, 1]") + len("seeds:")]
+    return load(write(tmp_path, systems, SWITCH))
+
+
+def test_a_switch_is_the_one_difference_of_the_arms_and_the_plan_declares_it(switched, tmp_path):
+    assert arms_difference(switched.scales["here"]) == {
+        "engine.prefix_caching": {"ours": True, "theirs": False}
+    }
+    expansion = expand(switched, "here", tmp_path, base=tmp_path, write=False)
+    assert expansion.plan().switch == "engine.prefix_caching"
+    assert len({run.identity for run in expansion.replicates}) == 4
+
+
 def test_no_run_is_chosen_without_what_it_needs(expansion):
     chosen = expansion.select("ours-s1")
     assert [run.kind for run in chosen] == ["warmup", "conformance", "train"]
@@ -106,7 +129,7 @@ def test_the_plan_names_the_replicates_in_their_order(expansion):
 
 def test_the_arms_differ_in_what_the_file_says(tmp_path):
     difference = arms_difference(load(write(tmp_path)).scales["here"])
-    assert difference == {"world_size": {"ours": 1, "theirs": 2}}
+    assert difference == {"trainer.world_size": {"ours": 1, "theirs": 2}}
 
 
 def test_a_published_model_needs_no_warm_up():

@@ -142,6 +142,28 @@ def test_null_is_a_value_and_not_an_absence():
         ),
         ("lr: 1e-5", "lr: fast", "lr: fast", "protocol.optimizer.lr", "'fast'"),
         ("  ours:", "  warmup:", "  warmup:\n    role", "systems.warmup", "not a usable name"),
+        (
+            "    role: candidate",
+            "    role: candidate\n    switch: true",
+            "switch: true",
+            "systems.ours.switch",
+            "does not declare",
+        ),
+        (
+            "systems:",
+            "switch: engine.prefix_caching\nsystems:",
+            "ours:",
+            "systems.ours",
+            "no value for the switch",
+        ),
+        ("systems:", "switch: task.source\nsystems:", "switch:", "switch", "cannot be the one"),
+        (
+            "seeds: [0, 1]",
+            "seeds: [0, 1]\nnoise_floor: {control: {system: mine}}",
+            "noise_floor",
+            "noise_floor",
+            "mine",
+        ),
         ("  warmup: {steps: 3}\n", "", "model:", "protocol.warmup", "no weights to start from"),
         (
             "  there:",
