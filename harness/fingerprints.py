@@ -66,6 +66,9 @@ def commit(root: Path) -> dict[str, Any]:
 
 def scheduler() -> dict[str, Any]:
     """Where an attempt runs: host, and the Slurm job where there is one."""
-    names = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NODELIST")
+    names = (
+        *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"),
+        *("SLURM_JOB_NODELIST", "SLURMD_NODENAME"),
+    )
     found = {name.lower(): os.environ[name] for name in names if name in os.environ}
     return {"host": socket.gethostname(), **found}

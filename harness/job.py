@@ -2,8 +2,9 @@
 
 Takes the run's lock, opens ``attempts/NN/``, starts the command in a session of its own, and watches: its end, a signal to
 this job, its heartbeat, its time limit. Whatever happens, no process outlives the job, and ``end.json`` says how it ended.
-``done.json`` is written before it, as soon as the product was checked; nothing else makes a run done. Exit codes: 0 done, 1
-ended otherwise, 75 another job works here.
+``done.json`` is written before it, as soon as the product was checked; nothing else makes a run done. On Slurm an attempt that
+was interrupted puts its run back into the queue (``harness/requeue.py``). Exit codes: 0 done, 1 ended otherwise, 75 another
+job works here.
 
 The watch is one thread and one system call: signals are blocked from the start and collected with ``sigtimedwait``.
 """
@@ -13,34 +14,44 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from harness import fingerprints, inputs
+from harness import fingerprints, inputs, requeue
+from harness.causes import kills_for_memory
+from harness.cluster import Cluster
 from harness.outcome import judge_exit, last_lines
 from harness.processes import (
     MARK,
     become_subreaper,
+    dump_stacks,
     end_descendants,
     end_leftovers,
     reap,
     signalled_when_parent_dies,
 )
-from harness.run_folder import Busy, RunFolder, hold, write_json
+from harness.run_folder import Busy, RunFolder, hold, tail_records, write_json
 
-WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+SAVE_AND_STOP = signal.SIGUSR2
+"""What the command is sent when Slurm is about to take the nodes away. One that does not know it ends by it."""
 TICK_S = 1.0
 """How often the heartbeat is looked at."""
 GRACE_S = 10.0
 """Time that the command has to end after SIGTERM."""
 EX_TEMPFAIL = 75
+HANG_FLOOR_S, USUAL_STEPS = 120.0, 10
+"""A bound from a run's own steps is never below the first, and counts from the second on."""
+HANDOVER_S = 120.0
+"""How long a requeued job waits for the lock of its own last attempt, which a file server may keep for a dead node."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Ending:
     state: str
     reason: str
     exit_code: int | None = None
+    goes_back: bool = False
+    """The job is to be requeued: this is not the run's last word."""
 
 
 def run_job(run_dir: str | Path) -> Ending:
@@ -61,6 +74,11 @@ def run_job(run_dir: str | Path) -> Ending:
         if folder.done is not None:
             return Ending("DONE", "was done before")
         end_leftovers(run["identity"])
+        job_id = requeue.own_job()
+        requeue.close_attempts(folder, job_id)
+        cluster = requeue.profile(folder.path.parent)
+        if too_often := _too_often(folder, job_id, cluster):
+            return too_often
         attempt = folder.new_attempt()
         started = time.time()
         facts: dict[str, Any] = {}
@@ -77,23 +95,49 @@ def run_job(run_dir: str | Path) -> Ending:
                 Exception
             ) as error:  # whatever it was, the attempt ends with a reason and not as "killed"
                 ending = Ending("FAILED", f"the job failed: {type(error).__name__}: {error}")
-        ended = time.time()
-        beat = folder.heartbeat or {}
-        write_json(
-            attempt / "end.json",
-            {
-                "state": ending.state,
-                "reason": f"{ending.state}: {ending.reason}" if ending.reason else ending.state,
-                "exit_code": ending.exit_code,
-                "step": beat.get("step") if beat.get("time_unix", 0) >= started else None,
-                "started": started,
-                "ended": ended,
-                "duration_s": ended - started,
-                "last_lines": last_lines(attempt / "output.log"),
-                **facts,
-            },
-        )
+        if job_id is not None:
+            ending = _decide(
+                folder, job_id, ending, cluster, _end(folder, attempt, ending, started)
+            )
+        write_json(attempt / "end.json", _end(folder, attempt, ending, started) | facts)
         return ending
+
+
+def _end(folder: RunFolder, attempt: Path, ending: Ending, started: float) -> dict[str, Any]:
+    """The content of end.json."""
+    beat, ended = folder.heartbeat or {}, time.time()
+    return {
+        "state": ending.state,
+        "reason": f"{ending.state}: {ending.reason}" if ending.reason else ending.state,
+        "exit_code": ending.exit_code,
+        "step": beat.get("step") if beat.get("time_unix", 0) >= started else None,
+        "started": started,
+        "ended": ended,
+        "duration_s": ended - started,
+        "requeued": ending.goes_back,
+        "last_lines": last_lines(attempt / "output.log"),
+    }
+
+
+def _decide(
+    folder: RunFolder, job_id: str, ending: Ending, cluster: Cluster, end: dict[str, Any]
+) -> Ending:
+    """The ending with its place in the queue: back into it, or out of it, with the count in words."""
+    ends = [*requeue.ends_of_job(folder, job_id), end]
+    back, words = requeue.may_go_back(ends, cluster.attempts)
+    if not words:
+        return ending
+    verb = "back into the queue" if back else "not put back into the queue"
+    return replace(ending, reason=f"{ending.reason}; {verb}: {words}", goes_back=back)
+
+
+def _too_often(folder: RunFolder, job_id: str | None, cluster: Cluster) -> Ending | None:
+    """How this job ends at once where Slurm requeued it by itself (its node failed) once more than it may."""
+    ends = requeue.ends_of_job(folder, job_id) if job_id is not None else []
+    if not ends or ends[-1].get("requeued"):
+        return None
+    back, words = requeue.may_go_back(ends, cluster.attempts)
+    return None if back or not words else Ending(ends[-1]["state"], f"not started again: {words}")
 
 
 def _attempt(folder: RunFolder, run: dict[str, Any], attempt: Path) -> tuple[Ending, dict]:
@@ -151,34 +195,53 @@ def _watch(
 ) -> Ending:
     """Wait for the first of: the command's end, a signal, a hang, the time limit."""
     resources = run["resources"]
+    job_id, kills = requeue.own_job(), kills_for_memory()
     progress, seen_at, started = None, time.monotonic(), time.monotonic()
     while True:
         caught = signal.sigtimedwait(WATCHED, TICK_S)
         ended = reap()
         if child.pid in ended:
             child.returncode = ended[child.pid]
-            return Ending(*judge_exit(folder, attempt, child.returncode), child.returncode)
+            memory = kills_for_memory() > kills
+            return Ending(*judge_exit(folder, attempt, child.returncode, memory), child.returncode)
         now = time.monotonic()
         if caught is not None and caught.si_signo != signal.SIGCHLD:
-            code = _stop(child)
-            name = signal.Signals(caught.si_signo).name
-            return Ending("KILLED", f"the job was told to end ({name})", code)
+            return _told_to_end(caught.si_signo, child, folder, attempt)
         latest = _progress(folder, attempt, since=_start_time(attempt))
         if latest != progress:
             progress, seen_at = latest, now
-        if now - seen_at > resources["hang_after_s"]:
+        if now - seen_at > hang_bound(folder, attempt, resources["hang_after_s"]):
+            dump_stacks(attempt / "stacks")
             code = _stop(child, signal.SIGABRT)  # faulthandler writes every thread's stack
             where = f"in phase {progress[0]} at step {progress[1]}" if progress else "ever"
             return Ending("HANG", f"no progress for {now - seen_at:.0f} s {where}", code)
-        if now - started > resources["time_limit_s"]:
+        if job_id is None and now - started > resources["time_limit_s"]:  # else it is Slurm's
             code = _stop(child)
             return Ending("TIMEOUT", f"over its time limit of {resources['time_limit_s']} s", code)
 
 
-def _stop(child: subprocess.Popen, number: signal.Signals = signal.SIGTERM) -> int | None:
-    """Ask the command to end; after GRACE_S its descendants are ended with it. Returns its code where it obeyed."""
+def _told_to_end(number: int, child: subprocess.Popen, folder: RunFolder, attempt: Path) -> Ending:
+    """A signal to the job: let the command save where Slurm leaves time for it, then end. A run that is done is DONE."""
+    told = requeue.notice(number, requeue.own_job())
+    if told.seconds_left > 0:
+        code = _stop(child, SAVE_AND_STOP, told.seconds_left)
+    else:
+        code = _stop(child)
+    if code == 0:
+        state, reason = judge_exit(folder, attempt, code)
+        if state == "DONE":
+            return Ending(state, reason, code)
+    return Ending(told.state, told.reason, code)
+
+
+def _stop(
+    child: subprocess.Popen,
+    number: signal.Signals = signal.SIGTERM,
+    patience_s: float = GRACE_S,
+) -> int | None:
+    """Ask the command to end; after ``patience_s`` its descendants are ended with it. Returns its code where it obeyed."""
     os.kill(child.pid, number)
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         signal.sigtimedwait([signal.SIGCHLD], 0.2)
         ended = reap()
@@ -199,6 +262,18 @@ def _progress(folder: RunFolder, attempt: Path, since: float) -> tuple[Any, ...]
     if beat is not None and beat["time_unix"] >= since:
         return beat["phase"], beat["step"]
     return "starting", (attempt / "output.log").stat().st_size
+
+
+def hang_bound(folder: RunFolder, attempt: Path, ceiling_s: float) -> float:
+    """Seconds without progress that are a hang: ``ceiling_s`` until this attempt's own steps say what is usual."""
+    took = [
+        record["wall_s"]
+        for record in tail_records(folder.metrics, 50)
+        if record.get("attempt") == int(attempt.name) and "wall_s" in record
+    ]
+    if len(took) < USUAL_STEPS:
+        return ceiling_s
+    return min(ceiling_s, max(HANG_FLOOR_S, 20 * statistics.median(took), 3 * max(took)))
 
 
 def unmet_need(folder: RunFolder) -> str:
@@ -234,7 +309,8 @@ def code_path(folder: RunFolder, run: dict[str, Any]) -> Path:
 
 def environment(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[str, str]:
     """The job's own environment, with the snapshot first on the import path and the run's mark."""
-    path = [str(code_path(folder, run)), *run.get("import_path", [])]
+    code = code_path(folder, run)
+    path = [str(code), str(code / "molt_core" / "_site"), *run.get("import_path", [])]
     path += filter(None, [os.environ.get("PYTHONPATH")])
     return {
         **os.environ,
@@ -243,6 +319,8 @@ def environment(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[st
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "TMPDIR": scratch,
+        "MOLT_CODE": str(code),
+        "MOLT_STACKS": str(folder.attempts[-1] / "stacks"),
     }
 
 
@@ -266,12 +344,23 @@ def main(
     run_dir: Annotated[Path, typer.Argument(help="the run's folder, with its run.json")],
 ) -> None:
     """Work one attempt of a run: start its command, watch it, end everything with it, record how it ended."""
-    try:
-        ending = run_job(run_dir)
-    except Busy as error:
-        typer.echo(f"{run_dir.name}: {error}", err=True)
-        raise typer.Exit(EX_TEMPFAIL) from error
+    job_id, deadline = requeue.own_job(), time.monotonic() + HANDOVER_S
+    while True:
+        try:
+            ending = run_job(run_dir)
+            break
+        except Busy as error:
+            if job_id is None or time.monotonic() > deadline:
+                typer.echo(f"{run_dir.name}: {error}", err=True)
+                raise typer.Exit(EX_TEMPFAIL) from error
+            time.sleep(1.0)
     typer.echo(f"{run_dir.name}: {ending.state}{f': {ending.reason}' if ending.reason else ''}")
+    if ending.goes_back:
+        cluster = requeue.profile(run_dir.parent)
+        requeue.go_back(job_id, requeue.bad_nodes(run_dir.parent, cluster.bad_node_after))
+        signal.sigtimedwait([signal.SIGTERM], 60)  # Slurm ends this process
+    elif job_id is not None and ending.state == "PREEMPTED":
+        requeue.stay_out(job_id)
     raise typer.Exit(0 if ending.state == "DONE" else 1)
 
 

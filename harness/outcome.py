@@ -1,16 +1,4 @@
-"""How an attempt ended, in one word and one sentence, and what makes a run done.
-
-    DONE      the command ended with 0 and its product is there: the only success
-    FAILED    it ended with another code, or with 0 and without its product
-    CONFIG    it was told something impossible; nothing was trained
-    BLOCKED   what it needs did not succeed; nothing ran
-    KILLED    a signal ended it or its job: cancelled, Ctrl-C, out of memory, machine gone
-    TIMEOUT   over its time limit
-    HANG      no progress within the bound
-    other     the run's own judgement (DIVERGED, EVERYTHING_DROPPED, ...): a result, not an accident
-
-An interrupted run goes on at the next submit; a failed one only when asked to; a judgement stands.
-"""
+"""How an attempt ended, in one word and one sentence, and what makes a run done. The words: ``harness/causes.py``."""
 
 from __future__ import annotations
 
@@ -22,12 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.causes import told_by
 from harness.run_folder import RunFolder, read_json, tail_records, write_json
-
-GOES_ON = ("KILLED", "CONFIG", "BLOCKED")
-"""Interrupted, not finished: the next submit goes on."""
-WHEN_ASKED = ("FAILED", "TIMEOUT")
-"""``submit --retry`` tries these again."""
 
 EXIT_CONFIG, EXIT_JUDGED = 2, 3
 """Exit codes of the commands that say more than failure."""
@@ -98,9 +82,12 @@ def summarise(metrics: Path) -> dict[str, float]:
     return _numbers(summary | ({"mismatch_max": max(worst)} if worst else {}))
 
 
-def judge_exit(folder: RunFolder, attempt: Path, code: int) -> tuple[str, str]:
+def judge_exit(
+    folder: RunFolder, attempt: Path, code: int, killed_for_memory: bool = False
+) -> tuple[str, str]:
     """(state, reason) of a command that ended by itself with ``code`` (negative: by that signal).
 
+    ``killed_for_memory``: the kernel did so to some process of this machine meanwhile.
     A run that is done gets its ``done.json`` here, before anything else says that it is done.
     """
     if code == 0:
@@ -112,14 +99,17 @@ def judge_exit(folder: RunFolder, attempt: Path, code: int) -> tuple[str, str]:
         write_json(folder.path / "done.json", done)
         return "DONE", ""
     said = last_words(attempt / "output.log")
+    if killed_for_memory and code in (-signal.SIGKILL, EXIT_JUDGED):
+        return "OOM", f"the kernel killed for memory on this node; the command's last words: {said}"
     if code < 0:
-        name = signal.Signals(-code).name
-        hint = " (out of memory, or killed by hand)" if -code == signal.SIGKILL else ""
-        return "KILLED", f"{name} ended the command{hint}"
+        return "KILLED", f"{signal.Signals(-code).name} ended the command"
     if code == EXIT_JUDGED:
         facts = read_json(attempt / "reason.json") or {}
-        return facts.get("reason", "JUDGED"), facts.get("detail", said)
-    return "CONFIG" if code == EXIT_CONFIG else "FAILED", f"exit code {code}: {said}"
+        state, detail = facts.get("reason", "JUDGED"), facts.get("detail", said)
+        return told_by(detail) or state, detail
+    if code == EXIT_CONFIG:
+        return "CONFIG", f"exit code {code}: {said}"
+    return told_by(said) or "FAILED", f"exit code {code}: {said}"
 
 
 def last_lines(log: Path, count: int = 30, block: int = 64 * 1024) -> list[str]:

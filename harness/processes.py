@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 
@@ -76,6 +77,22 @@ def end_descendants(grace_s: float = 5.0) -> list[str]:
             except psutil.NoSuchProcess:
                 continue
         signal.sigtimedwait([signal.SIGCHLD], 0.05)
+
+
+def dump_stacks(folder: Path, patience_s: float = 3.0) -> list[Path]:
+    """Have every descendant that can (``molt_core/_process.py``) write the stacks of its threads; returns the files.
+
+    A process that can has opened ``folder/<pid>.txt`` at its start. The handler is the kernel's business and not the
+    interpreter's: it answers from inside a deadlock too.
+    """
+    alive = {process.pid for process in psutil.Process().children(recursive=True)}
+    files = [file for file in sorted(folder.glob("*.txt")) if int(file.stem) in alive]
+    for file in files:
+        os.kill(int(file.stem), signal.SIGQUIT)
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and any(file.stat().st_size == 0 for file in files):
+        time.sleep(0.05)
+    return files
 
 
 def reap() -> dict[int, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from harness.cluster import Cluster
 from harness.expand import Expansion, Run
 from harness.processes import own_environment
+from harness.requeue import bad_nodes
 from harness.run_folder import RunFolder, read_json, write_json
 from harness.sbatch import Array, arrays, job_name, script
 from harness.scheduler import (
@@ -63,6 +64,7 @@ def submit_arrays(expansion: Expansion, names: Iterable[str], cluster: Cluster) 
     """
     folder = expansion.folder.resolve()
     ids = job_ids(folder)
+    write_json(folder / "cluster.json", cluster.model_dump(mode="json"))  # for the jobs
     with outside_an_allocation():
         for array in planned_arrays(expansion, names, cluster):
             name = job_name(array, folder, ids)
@@ -76,7 +78,9 @@ def submit_arrays(expansion: Expansion, names: Iterable[str], cluster: Cluster) 
 
 def _script(array: Array, cluster: Cluster, name: str, ids: dict[str, str], folder: Path) -> str:
     pending = [need for need in array.needs if RunFolder(folder / need).done is None]
-    return script(array, cluster, name, {need: ids[need] for need in pending}, folder / "slurm")
+    after = {need: ids[need] for need in pending}
+    avoid = bad_nodes(folder, cluster.bad_node_after)
+    return script(array, cluster, name, after, folder / "slurm", avoid)
 
 
 def send(text: str, name: str, run_dirs: Sequence[Path], logs: Path) -> str:

@@ -1,15 +1,15 @@
 """What every run is doing:  python -m harness.status [EXPERIMENT] [--scale S] [--runs DIR] [--watch] [--json]
 
 Reading changes nothing. A run is RUNNING while a job holds its lock, DONE when done.json exists, WAITING while a queue will
-start it, UNKNOWN where only the scheduler could tell and does not answer; every other word is how its last attempt ended
-(``harness/outcome.py``).
+start it; every other word is how its last attempt ended (``harness/causes.py``). Where a run was sent to Slurm and its folder
+leaves it open, Slurm is asked, once for all (``harness/standing.py``); what nobody can tell is UNKNOWN.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from harness.requeue import job_of
 from harness.run_folder import (
     RunFolder,
     is_held,
@@ -25,8 +26,7 @@ from harness.run_folder import (
     scale_folders,
     tail_records,
 )
-from harness.scheduler import SlurmError
-from harness.slurm import job_ids, live
+from harness.standing import Standing, standings
 
 RATE_WINDOW = 20
 """Steps over which the time left is estimated."""
@@ -55,6 +55,8 @@ class RunStatus:
     elapsed_s: float | None = None
     left_s: float | None = None
     attempt: int = 0
+    node: str | None = None
+    job: str | None = None
     why: str = ""
 
 
@@ -62,8 +64,10 @@ def queue_lock(scale_folder: Path) -> Path:
     return scale_folder / "queue.lock"
 
 
-def read_status(folder: RunFolder, waiting: bool = False) -> RunStatus:
-    """The status of one run; ``waiting``: a queue that is alive means to start it."""
+def read_status(
+    folder: RunFolder, waiting: bool = False, standing: Standing | None = None
+) -> RunStatus:
+    """The status of one run; ``waiting``: a queue that is alive means to start it; ``standing``: what Slurm says of it."""
     run = folder.run
     attempts = folder.attempts
     beat = folder.heartbeat or {}
@@ -72,6 +76,8 @@ def read_status(folder: RunFolder, waiting: bool = False) -> RunStatus:
         about["steps"] = run["config"]["loop"]["steps"]
     if attempts:
         about["attempt"] = int(attempts[-1].name)
+    start = (read_json(attempts[-1] / "start.json") if attempts else None) or {}
+    about |= {"node": start.get("slurmd_nodename") or start.get("host"), "job": job_of(start)}
     done = folder.done
     if done is not None:
         end = folder.end or {}
@@ -84,8 +90,7 @@ def read_status(folder: RunFolder, waiting: bool = False) -> RunStatus:
             elapsed_s=end.get("duration_s"),
         )
     if folder.is_working():
-        start = read_json(attempts[-1] / "start.json") if attempts else None
-        current = start is not None and beat.get("time_unix", 0) >= start["time"]
+        current = bool(start) and beat.get("time_unix", 0) >= start["time"]
         return RunStatus(
             **about,
             state="RUNNING",
@@ -97,6 +102,12 @@ def read_status(folder: RunFolder, waiting: bool = False) -> RunStatus:
         )
     if waiting:
         return RunStatus(**about, state="WAITING")
+    if standing is not None:
+        about |= {"job": standing.job, "node": standing.nodes or about["node"]}
+        phase = "starting" if standing.state == "RUNNING" else beat.get("phase")
+        return RunStatus(
+            **about, state=standing.state, phase=phase, step=beat.get("step"), why=standing.why
+        )
     if not attempts:
         return RunStatus(**about, state="PLANNED")
     end = folder.end
@@ -122,29 +133,14 @@ def read_statuses(scale_folder: Path, earlier: bool = False) -> list[RunStatus]:
     """The runs of the last submit in its order; with ``earlier`` also those of other code or protocol, after them."""
     queue = read_json(scale_folder / "queue.json") or {"order": [], "work": {}}
     alive = is_held(queue_lock(scale_folder))
-    queued, silence = _ask_scheduler(scale_folder)
-    submitted = job_ids(scale_folder) if silence else {}
+    with_slurm = standings(scale_folder)
     position = {name: number for number, name in enumerate(queue["order"])}
     folders = [f for f in run_folders(scale_folder) if earlier or f.name in position]
     folders.sort(key=lambda folder: (position.get(folder.name, len(position)), folder.name))
-    found = [
-        read_status(f, f.name in queued or (alive and is_asked_for(f, queue["work"])))
+    return [
+        read_status(f, alive and is_asked_for(f, queue["work"]), with_slurm.get(f.name))
         for f in folders
     ]
-    return [
-        replace(status, state="UNKNOWN", why=silence)
-        if status.run in submitted and status.state not in ("DONE", "RUNNING", "WAITING")
-        else status
-        for status in found
-    ]
-
-
-def _ask_scheduler(scale_folder: Path) -> tuple[set[str], str]:
-    """(runs that it still has, ""), or nothing and why it does not say."""
-    try:
-        return live(scale_folder), ""
-    except SlurmError as error:
-        return set(), f"the scheduler does not answer: {error}"
 
 
 def at_work(folder: Path) -> bool:
@@ -184,8 +180,8 @@ def duration(seconds: float | None) -> str:
 def table(statuses: list[RunStatus], title: str) -> Table:
     """For a terminal."""
     shown = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
-    for column in ("run", "state", "phase", "step", "reward", "took", "left", "attempt"):
-        right = column not in ("run", "state", "phase")
+    for column in ("run", "state", "phase", "step", "reward", "took", "left", "attempt", "node"):
+        right = column not in ("run", "state", "phase", "node")
         shown.add_column(column, justify="right" if right else "left", no_wrap=True)
     for status in statuses:
         step = "-" if status.step is None else str(status.step)
@@ -198,8 +194,13 @@ def table(statuses: list[RunStatus], title: str) -> Table:
             duration(status.elapsed_s),
             duration(status.left_s),
             str(status.attempt or "-"),
+            status.node or "-",
         )
     return shown
+
+
+def log_of(folder: Path, status: RunStatus) -> Path:
+    return folder / status.run / "attempts" / f"{status.attempt:02d}" / "output.log"
 
 
 def reasons(statuses: list[RunStatus], folder: Path) -> list[str]:
@@ -213,7 +214,7 @@ def reasons(statuses: list[RunStatus], folder: Path) -> list[str]:
         first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
         lines.append(f"{first.run}{more} {state}: {why}")
         if first.attempt:
-            lines.append(f"    {folder / first.run}/attempts/{first.attempt:02d}/output.log")
+            lines.append(f"    {log_of(folder, first)}")
     return lines
 
 

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from analysis.plan import Plan, PlanError, freeze
 from harness import fingerprints, preflight, show
+from harness.causes import cause
 from harness.cluster import Cluster, choose_cluster
 from harness.expand import Expansion, Run, expand
 from harness.identity import ROOT
-from harness.outcome import GOES_ON, WHEN_ASKED
 from harness.prepare import prepare
 from harness.problems import SpecError
 from harness.queue import Queue, ask, start_detached
@@ -29,6 +29,7 @@ from harness.run_folder import Busy, RunFolder, describe_holder, hold, is_held
 from harness.scheduler import SlurmError, configuration
 from harness.slurm import hopeless, live, refusals, scripts, submit_arrays
 from harness.spec import load
+from harness.standing import standings
 from harness.status import at_work, queue_lock, read_status, read_statuses
 from harness.sync import default_uri, end_follower, start_follower
 
@@ -49,29 +50,27 @@ def choose_scale(experiment: Any, asked: str | None, cluster: bool) -> str:
     raise ValueError(f"give --scale: {experiment.path} has {', '.join(scales)}")
 
 
-def sort_out(
-    folder: Path, runs: Sequence[Run], retry: bool
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """(names to start, [(name, why not)]) from what the folders say."""
+def sort_out(folder: Path, runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, str]]]:
+    """(names to start, [(name, why not)]) from what the folders say, and Slurm."""
     start, leave = [], []
+    with_slurm = standings(folder, fresh=True)
     for run in runs:
         path = RunFolder(folder / run.name)
         if not (path.path / "run.json").exists():
             start.append(run.name)
             continue
-        status = read_status(path)
-        if status.state in ("PLANNED", *GOES_ON) or (retry and status.state in WHEN_ASKED):
+        status = read_status(path, standing=with_slurm.get(run.name))
+        why = f"{status.state}{f': {status.why}' if status.why else ''}"
+        if status.state == "PLANNED" or cause(status.state).kind == "interrupted":
             start.append(run.name)
-        elif status.state in WHEN_ASKED:
-            leave.append((run.name, f"{status.state}: {status.why} (--retry tries it again)"))
+        elif cause(status.state).kind == "accident":
+            leave.append((run.name, f"{why} (python -m harness.retry goes on with it)"))
         else:
-            leave.append((run.name, f"{status.state}{f': {status.why}' if status.why else ''}"))
+            leave.append((run.name, why))
     return start, leave
 
 
-def submit(
-    expansion: Expansion, runs: Sequence[Run], *, retry: bool = False
-) -> tuple[list[str], list[tuple[str, str]]]:
+def submit(expansion: Expansion, runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, str]]]:
     """Freeze the plan, write the folders, ask for the runs. Returns what ``sort_out`` does. Raises PlanError.
 
     One submit at a time works on a folder: a second waits, and then finds what the first has planned and asked for.
@@ -79,7 +78,7 @@ def submit(
     commit = fingerprints.commit(ROOT)
     with hold(expansion.folder / "submit.lock", wait=True):
         freeze(expansion.plan(), expansion.folder / "plan.json")
-        start, leave = sort_out(expansion.folder, runs, retry)
+        start, leave = sort_out(expansion.folder, runs)
         changed = {run.name for run in runs if prepare(expansion, run, commit)}
         ask(expansion.folder, [run.name for run in expansion.runs], start)
     note = "; its changed limits count from its next attempt"
@@ -107,9 +106,6 @@ def main(
     only: Annotated[
         str | None, typer.Option(help="runs whose name contains this, and what they need")
     ] = None,
-    retry: Annotated[
-        bool, typer.Option("--retry", help="also runs that failed or ran out of time")
-    ] = False,
     cluster: Annotated[
         str | None, typer.Option(help="profile of the Slurm cluster (slurm/clusters)")
     ] = None,
@@ -147,7 +143,7 @@ def main(
             console.print(f"- {obstacle}", style="red", markup=False, highlight=False)
         console.print("Nothing was started.")
         raise typer.Exit(EXIT_REFUSED)
-    start, leave = submit(expansion, chosen, retry=retry)
+    start, leave = submit(expansion, chosen)
     show.submitted(console, expansion, start, leave, changed)
     if as_json:
         print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))

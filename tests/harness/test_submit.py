@@ -172,24 +172,18 @@ def test_a_brace_in_a_models_path_is_a_brace(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "retry", "starts"),
+    ("state", "starts"),
     [
-        ("KILLED", False, True),
-        ("CONFIG", False, True),
-        ("BLOCKED", False, True),
-        ("FAILED", False, False),
-        ("FAILED", True, True),
-        ("TIMEOUT", True, True),
-        ("HANG", True, False),
-        ("DIVERGED", True, False),
+        *((state, True) for state in ("KILLED", "CONFIG", "BLOCKED", "PREEMPTED", "NODE_FAIL")),
+        *((state, False) for state in ("TIMEOUT", "INFRA", "FAILED", "OOM", "HANG", "DIVERGED")),
     ],
 )
-def test_interrupted_runs_go_on_and_outcomes_stand(expansion, state, retry, starts):
+def test_interrupted_runs_go_on_and_outcomes_stand(expansion, state, starts):
     submit(expansion, expansion.runs)
     run = expansion.replicates[0]
     attempt = expansion.folder / run.name / "attempts" / "01"
     write_json(attempt / "end.json", {"state": state, "reason": f"{state}: x", "duration_s": 1.0})
-    start, leave = sort_out(expansion.folder, [run], retry)
+    start, leave = sort_out(expansion.folder, [run])
     assert (start == [run.name]) is starts
     assert (run.name in dict(leave)) is not starts
 
@@ -198,7 +192,7 @@ def test_done_runs_are_left_alone(expansion):
     submit(expansion, expansion.runs)
     run = expansion.replicates[0]
     write_json(expansion.folder / run.name / "done.json", {"attempt": 1})
-    start, leave = sort_out(expansion.folder, expansion.runs, retry=True)
+    start, leave = sort_out(expansion.folder, expansion.runs)
     assert run.name not in start
     assert dict(leave)[run.name] == "DONE"
 

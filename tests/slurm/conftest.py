@@ -84,7 +84,7 @@ def light(tmp_path, monkeypatch):
     Everything but what the command does is real: folders, snapshot, arrays, jobs.
     """
 
-    def make(train: str = TRAIN, seeds: str = "[0, 1]", resources: str = ""):
+    def make(train: str = TRAIN, seeds: str = "[0, 1]", resources: str = "", limit="00:30:00"):
         bodies = BODIES | {"train": train}
         for kind, body in bodies.items():
             (tmp_path / f"{kind}.py").write_text(STAND_IN + body)
@@ -94,7 +94,7 @@ def light(tmp_path, monkeypatch):
             return ["{python}", str(script), "{run}", "{attempt}", str(run.config.loop.steps)]
 
         monkeypatch.setattr(prepare, "command", command)
-        changed = f"{{cpus_per_node: 1, time_limit: 00:30:00{resources}}}"
+        changed = f"{{cpus_per_node: 1, time_limit: {limit}{resources}}}"
         path = write(tmp_path, "resources: {time_limit: 00:30:00}", f"resources: {changed}")
         path.write_text(path.read_text().replace("seeds: [0, 1]", f"seeds: {seeds}\n", 1))
         text = path.read_text().replace("  optimizer:", "  loop: {steps: 5}\n  optimizer:", 1)
@@ -113,6 +113,11 @@ def send(expansion, profile: Cluster = LOCAL, only: str | None = None) -> dict[s
 def states(expansion) -> dict[str, str]:
     scheduler.forget()
     return {status.run: status.state for status in read_statuses(expansion.folder)}
+
+
+def status_of(expansion, name: str):
+    scheduler.forget()
+    return next(s for s in read_statuses(expansion.folder) if s.run == name)
 
 
 def settled(expansion, patience_s: float = 60) -> dict[str, str]:

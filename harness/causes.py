@@ -1,0 +1,127 @@
+"""Why attempts end: the words for it, what each means for the run, what to do, and how it is told from what was said.
+
+interrupted   something outside ended it; the next submit goes on, and on Slurm the run puts itself back into the queue
+accident      infrastructure, as far as can be told; ``python -m harness.retry`` goes on
+outcome       what the program did. Trying until it looks better would be choosing results: ``retry`` refuses without
+              ``--force``, and a forced run is marked for the report
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["success", "interrupted", "accident", "outcome"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One word: what became of the run, what it means, what to do."""
+
+    kind: Kind
+    meaning: str
+    advice: str
+
+
+CAUSES = {
+    "DONE": Cause("success", "it ended well and its product is there", "Nothing."),
+    "KILLED": Cause(
+        "interrupted",
+        "a signal ended it or its job: cancelled, Ctrl-C, machine gone",
+        "Submit again: it goes on.",
+    ),
+    "PREEMPTED": Cause(
+        "interrupted",
+        "a job of higher priority took its nodes",
+        "Nothing while it is in the queue; else submit again.",
+    ),
+    "NODE_FAIL": Cause(
+        "interrupted",
+        "its node failed",
+        "Nothing while it is in the queue; else submit again, and tell the cluster's people of the node.",
+    ),
+    "CONFIG": Cause(
+        "interrupted", "it was told something impossible; nothing was trained", "Mend it, submit."
+    ),
+    "BLOCKED": Cause(
+        "interrupted", "what it needs did not succeed; nothing ran", "See the run it needs first."
+    ),
+    "TIMEOUT": Cause(
+        "accident",
+        "over its time limit",
+        "Raise resources.time_limit (the next attempt has the new one), then `python -m harness.retry`.",
+    ),
+    "INFRA": Cause(
+        "accident",
+        "hardware, file system or network failed under it",
+        "`python -m harness.retry`; a node that fails repeatedly is avoided by itself.",
+    ),
+    "FAILED": Cause(
+        "outcome",
+        "it ended with an error of its own",
+        "Read the error. A mended program is a new run: submit. The same again: `retry --force`, which is marked.",
+    ),
+    "OOM": Cause(
+        "outcome",
+        "out of memory",
+        "Fewer trainer.micro_batch_rows or a shorter model.max_length, or more devices: a new run, by submit.",
+    ),
+    "HANG": Cause(
+        "outcome",
+        "no progress within the bound; every process's stack is in the attempt's stacks/",
+        "Read the stacks. Where a slow phase is right, raise resources.hang_after_s and `retry --force`.",
+    ),
+    "DIVERGED": Cause(
+        "outcome",
+        "the loss or the gradient stopped being a number",
+        "A result of this system and seed; the analysis counts it. A lower optimizer.lr is another experiment.",
+    ),
+}
+JUDGED = Cause(
+    "outcome",
+    "the run's own judgement",
+    "A result of this system and seed; the analysis counts it.",
+)
+
+_OOM = re.compile(r"out of memory|OutOfMemory|\bMemoryError|Cannot allocate memory", re.IGNORECASE)
+_INFRASTRUCTURE = re.compile(
+    r"uncorrectable.{0,20}ECC|CUDA-capable device\(?s?\)? (is|are).{0,4}busy|no CUDA-capable device|fallen off the bus"
+    r"|No space left on device|Disk quota exceeded|Stale file handle|Input/output error|Transport endpoint"
+    r"|ncclRemoteError|ncclSystemError|NCCL.{0,40}(remote process exited|system error)|NVLink.{0,20}error",
+    re.IGNORECASE,
+)
+
+
+def cause(state: str) -> Cause:
+    """The cause of that name; any other word is the run's own judgement."""
+    return CAUSES.get(state, JUDGED)
+
+
+def told_by(words: str) -> str | None:
+    """OOM or INFRA where the words of an error say so, else None."""
+    if _OOM.search(words):
+        return "OOM"
+    return "INFRA" if _INFRASTRUCTURE.search(words) else None
+
+
+def from_slurm(state: str, nodes: str, reason: str) -> tuple[str, str]:
+    """(state, sentence) of a job that ended and whose own account is missing."""
+    where = f" on {nodes}" if nodes else ""
+    return {
+        "CANCELLED": ("KILLED", f"its job was cancelled{where}"),
+        "TIMEOUT": ("TIMEOUT", f"Slurm ended its job at the time limit{where}"),
+        "DEADLINE": ("TIMEOUT", "its job could not be done before its deadline"),
+        "OUT_OF_MEMORY": ("OOM", f"its job was killed for memory{where}"),
+        "NODE_FAIL": ("NODE_FAIL", f"{nodes or 'its node'} failed"),
+        "BOOT_FAIL": ("NODE_FAIL", f"{nodes or 'its node'} did not start"),
+        "PREEMPTED": ("PREEMPTED", f"a job of higher priority took {nodes or 'its nodes'}"),
+        "FAILED": ("KILLED", f"its job failed{where} before it could write why ({reason})"),
+    }.get(state, ("KILLED", f"its job is {state}{where}, and it left no word"))
+
+
+def kills_for_memory(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """How many processes of this machine the kernel has killed for memory since boot, by a job's limit or the machine's."""
+    found = re.search(r"^oom_kill (\d+)$", vmstat.read_text(), re.MULTILINE)
+    return int(found.group(1)) if found else 0

@@ -1,0 +1,187 @@
+"""What a job does about Slurm: why it was signalled, whether its run may go back into the queue, and putting it there.
+
+A run requeues exactly its own array task. Three counters bound it, one for each reason (``attempts`` of the cluster's profile);
+they count the attempts of the present job, so a submit or a retry by a person starts them anew. A time-out counts as
+progress only where the attempt got further than those before it: a run that never reaches its first checkpoint does not
+circle for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness.causes import from_slurm
+from harness.cluster import Attempts, Cluster
+from harness.run_folder import RunFolder, read_json, run_folders, write_json
+from harness.scheduler import SlurmError, ask_slurm, describe
+
+COUNTED = {
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "timed_out",
+    "NODE_FAIL": "failed",
+    "INFRA": "failed",
+}
+"""How an attempt ended -> the counter that it counts in. What is not here does not go back by itself."""
+MARGIN_S = 10.0
+"""Kept back of the time that Slurm leaves, for ending the processes and asking to be requeued."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Slurm takes the job's nodes away: PREEMPTED, TIMEOUT or KILLED, and the seconds left to save in."""
+
+    state: str
+    reason: str
+    seconds_left: float
+
+
+def own_job() -> str | None:
+    """``12_3`` of a task, ``12`` of a job, None outside Slurm."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+
+
+def notice(number: int, job_id: str | None) -> Notice:
+    """What a signal to the job means, told by slurmctld; by the signal alone where that does not answer."""
+    name = signal.Signals(number).name
+    told = Notice("KILLED", f"the job was told to end ({name})", 0.0)
+    if job_id is None:
+        return told
+    try:
+        facts = describe(job_id)
+    except SlurmError:
+        facts = {}
+    if facts.get("PreemptTime", "None") != "None":
+        return Notice("PREEMPTED", f"preempted on {facts.get('NodeList')}", _left(facts))
+    if number == signal.SIGUSR2:
+        limit = facts.get("TimeLimit", "unknown")
+        return Notice("TIMEOUT", f"its time limit of {limit} came near", _left(facts))
+    return told
+
+
+def _left(facts: dict[str, str]) -> float:
+    """Seconds until Slurm ends the job, less the margin; of an unknown end, a guess that is safe with GraceTime 0."""
+    try:
+        end = datetime.fromisoformat(facts.get("EndTime", "")).timestamp()
+    except ValueError:
+        return MARGIN_S
+    return max(0.0, end - time.time() - MARGIN_S)
+
+
+def profile(scale_folder: Path) -> Cluster:
+    """The cluster's profile as the last submit used it."""
+    return Cluster.model_validate(read_json(scale_folder / "cluster.json") or {})
+
+
+def may_go_back(ends: Sequence[dict[str, Any]], limits: Attempts) -> tuple[bool, str]:
+    """Whether the run goes back into the queue after ``ends`` (end.json of this job's attempts), and the count in words."""
+    counter = COUNTED.get(ends[-1]["state"])
+    if counter is None:
+        return False, ""
+    count = Counter(COUNTED.get(end["state"]) for end in ends)[counter]
+    allowed = getattr(limits, counter)
+    words = f"{counter.replace('_', ' ')} {count} of at most {allowed} times"
+    if counter == "timed_out" and len(ends) > 1:
+        before = max((end.get("step") or 0 for end in ends[:-1]), default=0)
+        if (ends[-1].get("step") or 0) <= before:
+            return False, f"{words}, and got no further than step {before} of an earlier attempt"
+    return count <= allowed, words
+
+
+def ends_of_job(folder: RunFolder, job_id: str) -> list[dict[str, Any]]:
+    """How the attempts that this job has made ended, in order."""
+    found = []
+    for attempt in folder.attempts:
+        start, end = read_json(attempt / "start.json"), read_json(attempt / "end.json")
+        if start is not None and end is not None and job_of(start) == job_id:
+            found.append(end)
+    return found
+
+
+def job_of(start: dict[str, Any]) -> str | None:
+    """The job that an attempt's start.json names."""
+    array, task = start.get("slurm_array_job_id"), start.get("slurm_array_task_id")
+    return f"{array}_{task}" if array and task else start.get("slurm_job_id")
+
+
+def close_attempts(folder: RunFolder, job_id: str | None) -> None:
+    """Write the missing end of the last attempt, whose job was gone before it could. Only the holder of the lock may."""
+    attempts = folder.attempts
+    if not attempts or (attempts[-1] / "end.json").exists():
+        return
+    start = read_json(attempts[-1] / "start.json") or {}
+    beat = folder.heartbeat or {}
+    began = start.get("time", attempts[-1].stat().st_mtime)
+    ended = max(began, beat.get("time_unix", began))
+    state, reason = _afterwards(job_of(start), again=job_of(start) == job_id)
+    write_json(
+        attempts[-1] / "end.json",
+        {
+            "state": state,
+            "reason": f"{state}: {reason}",
+            "exit_code": None,
+            "step": beat.get("step") if beat.get("time_unix", 0) >= began else None,
+            "started": began,
+            "ended": ended,
+            "duration_s": ended - began,
+            "written_by": "the next attempt",
+        },
+    )
+
+
+def _afterwards(job_id: str | None, again: bool) -> tuple[str, str]:
+    """What became of a job that left no word: Slurm's records of it, the last that is an end.
+
+    ``again``: the same job is running once more, so what is looked for is an end before the present one.
+    """
+    if job_id is not None:
+        columns = ["--noheader", "--parsable2", "--format=State,NodeList"]
+        try:
+            text = ask_slurm("sacct", "--allocations", "--duplicates", f"--jobs={job_id}", *columns)
+        except SlurmError:
+            text = ""  # a cluster without accounting
+        records = [line.split("|") for line in text.splitlines()]
+        for state, nodes in reversed(records):
+            word = state.split()[0] if state else ""
+            if word in ("RUNNING", "PENDING", "COMPLETING", "REQUEUED", ""):
+                continue
+            return from_slurm(word, nodes, "")
+        if again:
+            return "NODE_FAIL", "its job was put back into the queue without a word of its own"
+    return "KILLED", "its job was killed without a word"
+
+
+def bad_nodes(scale_folder: Path, after: int) -> list[str]:
+    """Nodes under which attempts of this experiment have failed ``after`` times or more."""
+    failures: Counter[str] = Counter()
+    for folder in run_folders(scale_folder):
+        for attempt in folder.attempts:
+            end = read_json(attempt / "end.json") or {}
+            if COUNTED.get(end.get("state", "")) == "failed":
+                start = read_json(attempt / "start.json") or {}
+                failures[start.get("slurmd_nodename", "")] += 1
+    return sorted(node for node, count in failures.items() if node and count >= after)
+
+
+def stay_out(job_id: str) -> None:
+    """Keep Slurm from requeueing this job by itself when it takes the nodes away. Raises SlurmError."""
+    ask_slurm("scontrol", "update", f"JobId={job_id}", "Requeue=0")
+
+
+def go_back(job_id: str, avoid: Sequence[str]) -> None:
+    """Requeue this very job, away from the nodes ``avoid``. Slurm ends this process after it. Raises SlurmError.
+
+    The nodes can be named only once the job is pending again, which it is from the requeue on, while this process still
+    has KillWait seconds.
+    """
+    ask_slurm("scontrol", "requeue", job_id)
+    if avoid:
+        ask_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(avoid)}")
