@@ -122,6 +122,11 @@ class ProbeConfig(Strict):
 
     every: int = Field(1, gt=0, description="refits between probes")
     tokens: int = Field(256, ge=1, description="least action tokens scored by a probe")
+    doubt_above: float = Field(
+        1e-5,
+        ge=0,
+        description="99th percentile, nats, above which a probe scores four times as many tokens more; all of them count",
+    )
     new_tokens: int = Field(
         64,
         ge=1,

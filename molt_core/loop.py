@@ -42,6 +42,10 @@ FUTILE_BATCHES = 8
 """Batches' worth of groups dropped in a row, without one kept, after which a run gives up."""
 
 
+DOUBTFUL_PROBE_PARTS = 4
+"""Further samples of a probe whose first one is in doubt."""
+
+
 class Diverged(RuntimeError):
     """Loss or gradient norm is not finite. Noticed before the optimiser steps: the weights are those of the step before."""
 
@@ -309,24 +313,37 @@ class Loop:
         """Fresh tokens of the new version, scored by the trainer before its next step (invariant 4); None where none is due.
 
         The probe goes to the engines ahead of new groups, because the trainer waits for it; while it is scored the engines
-        are at work on the new groups already (not under lockstep).
+        are at work on the new groups already (not under lockstep). The 99th percentile of few tokens is a rough figure: where
+        it is in doubt, more are scored, and the record is of all of them.
         """
-        rows: list[Trajectory] = []
-        if due or self.pool.version % self.config.probe.every == 0:
-            length = min(self.config.probe.new_tokens, self.config.rollout.sampling.max_new_tokens)
-            count = -(-self.config.probe.tokens // length)
-            each = -(-count // len(self.workers))
-            probes = await asyncio.gather(
-                *(worker.probe.remote(each, self.pool.version) for worker in self.workers)
-            )
-            rows = [row for probe in probes for row in probe]
-            if sum(row.action_tokens for row in rows) < self.config.probe.tokens:
-                raise ContractError(
-                    f"a probe of {self.config.probe.tokens} tokens had room for fewer; raise model.max_length"
-                )
+        if not due and self.pool.version % self.config.probe.every:
+            if not self.pool.lockstep:
+                self._dispatch()
+            return None
+        rows = await self._fresh_tokens(0)
         if not self.pool.lockstep:
             self._dispatch()
-        return await self.trainer.score(rows) if rows else None
+        result = await self.trainer.score(rows)
+        if result.p99 > self.config.probe.doubt_above:
+            more = range(1, 1 + DOUBTFUL_PROBE_PARTS)
+            parts = [await self.trainer.score(await self._fresh_tokens(part)) for part in more]
+            result = ProbeResult.joined([result, *parts])
+        return result
+
+    async def _fresh_tokens(self, part: int) -> list[Trajectory]:
+        """At least ``probe.tokens`` action tokens of the engines' version; another ``part`` is another sample."""
+        length = min(self.config.probe.new_tokens, self.config.rollout.sampling.max_new_tokens)
+        count = -(-self.config.probe.tokens // length)
+        each = -(-count // len(self.workers))
+        probes = await asyncio.gather(
+            *(worker.probe.remote(each, self.pool.version, part) for worker in self.workers)
+        )
+        rows = [row for probe in probes for row in probe]
+        if sum(row.action_tokens for row in rows) < self.config.probe.tokens:
+            raise ContractError(
+                f"a probe of {self.config.probe.tokens} tokens had room for fewer; raise model.max_length"
+            )
+        return rows
 
     def _evaluates(self, step: int) -> bool:
         return step % self.config.evaluation.every == 0 or step == self.config.loop.steps

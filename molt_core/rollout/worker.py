@@ -24,9 +24,6 @@ from molt_core.rollout.record import Recorder
 from molt_core.rollout.waves import Waves
 from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
 
-PROBE_SAMPLES = 2
-"""Continuations of one prompt in a probe: enough prompts to vary the images, few enough to render."""
-
 
 class RolloutWorker:
     """``start`` before anything else. All methods run on the actor's one event loop."""
@@ -78,8 +75,11 @@ class RolloutWorker:
         )
         return [rollouts[0] for rollouts, _ in groups]
 
-    async def probe(self, count: int, version: int) -> list[Trajectory]:
-        """``count`` fresh continuations of held-out prompts, full length, all of ``version``."""
+    async def probe(self, count: int, version: int, part: int) -> list[Trajectory]:
+        """``count`` fresh continuations of as many held-out prompts, full length, all of ``version``.
+
+        One a prompt, because rounding errors of one image come together. ``part`` counts the calls for one version.
+        """
         sampling = self.config.rollout.sampling.model_copy(
             update={
                 "stop_at_eos": False,
@@ -88,16 +88,15 @@ class RolloutWorker:
                 ),
             }
         )
-        prompts = -(-count // PROBE_SAMPLES)
+        first = (version + part) * count
         recorders = [
             self._recorder(
                 self._held_out_prompt(number % self.config.task.eval_items),
                 sampling,
-                ("probe", version, number, sample),
+                ("probe", version, part, number),
             )
-            for number in range(version * prompts, (version + 1) * prompts)
-            for sample in range(PROBE_SAMPLES)
-        ][:count]
+            for number in range(first, first + count)
+        ]
         self._expect(len(recorders))
         await asyncio.gather(*(self._continuation(recorder) for recorder in recorders))
         trajectories = [row for recorder in recorders for row in recorder.trajectories()]

@@ -10,7 +10,7 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +61,19 @@ class ProbeResult:
 
     differences: np.ndarray
     tied: int
+
+    @classmethod
+    def joined(cls, parts: Collection[ProbeResult]) -> ProbeResult:
+        return cls(np.concatenate([p.differences for p in parts]), sum(p.tied for p in parts))
+
+    @property
+    def p99(self) -> float:
+        """0 where every token was tied."""
+        return (
+            float(np.quantile(self.differences.astype(np.float64), 0.99))
+            if len(self.differences)
+            else 0.0
+        )
 
 
 class TrainerRank:
@@ -296,10 +309,7 @@ class TrainerGroup:
         results = await asyncio.gather(
             *(rank.score.remote(stored[d]) for rank, d in zip(self.ranks, self.data_ranks))
         )
-        distinct = dict(zip(self.data_ranks, results)).values()
-        return ProbeResult(
-            np.concatenate([r.differences for r in distinct]), sum(r.tied for r in distinct)
-        )
+        return ProbeResult.joined(dict(zip(self.data_ranks, results)).values())
 
     async def begin_save(self, folder: Path) -> None:
         await asyncio.gather(*(rank.begin_save.remote(folder) for rank in self.ranks))

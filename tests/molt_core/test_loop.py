@@ -115,9 +115,14 @@ def test_synchronous_training_with_two_engines_and_two_ranks(
         loop={"steps": 2, "max_staleness": 0},
         engine={"count": 2, "max_sequences": 64, "kv_cache_blocks": 256},
         trainer={"world_size": 2, "micro_batch_rows": 5},
+        probe={"doubt_above": 0},
     )
     synchronous = run_loop(config, tiny_checkpoint, tmp_path)
     assert [record["lag_max"] for record in synchronous[1:]] == [0, 0]
+    # Every probe is in doubt here, no rounding error being 0, and none was where the bound is the usual one.
+    for record, usual in zip(synchronous, records):
+        assert record["mismatch_tokens"] + record["tokens_router_tied"] >= 5 * 256
+        assert usual["mismatch_tokens"] + usual["tokens_router_tied"] < 2 * 256
     assert sum(record["tokens_across_refit"] for record in synchronous[1:]) == 0
     assert max(record["mismatch_max"] for record in synchronous) <= 1e-3
     assert [record["policy_version"] for record in synchronous[1:]] == [1, 2]
