@@ -51,6 +51,7 @@ def as_data(expansion: Expansion, runs: Sequence[Run], obstacles: list[str]) -> 
             }
             for run in runs
         ],
+        "power": _prospects(expansion),
         "obstacles": obstacles,
     }
 
@@ -68,7 +69,9 @@ def dry_run(
     console.print(Text(experiment.question.strip(), style="italic"))
     console.print("\n[bold]Protocol[/], the same for every arm")
     protocol = protocol_of(expansion.runs[0].config)
-    text = yaml.safe_dump(protocol, sort_keys=False, default_flow_style=None, width=100)
+    text = yaml.safe_dump(
+        protocol, sort_keys=False, default_flow_style=None, width=console.width - 4
+    )
     plain = not console.is_terminal
     console.print(
         Padding(
@@ -129,20 +132,20 @@ def scripts(console: Console, texts: Sequence[tuple[str, str]]) -> None:
 
 def what_runs_can_show(console: Console, expansion: Expansion) -> None:
     """Power before the money is spent, by the spread of the runs that are finished where there are some."""
+    console.print(f"\n[bold]What {len(expansion.scale.seeds)} runs a side can show[/]")
+    for line in _prospects(expansion):
+        console.print(Padding(Text(line), (0, 2)))
+
+
+def _prospects(expansion: Expansion) -> list[str]:
+    """One sentence an endpoint."""
     from analysis.power import (
         prospects,
     )  # here: scipy takes a second that most commands need not wait
 
     scale = expansion.scale
-    console.print(f"\n[bold]What {len(scale.seeds)} runs a side can show[/]")
-    lines = prospects(
-        expansion.experiment.endpoints,
-        len(scale.seeds),
-        expansion.folder,
-        alpha=scale.rules.alpha,
-    )
-    for line in lines:
-        console.print(Padding(Text(line), (0, 2)))
+    endpoints, seeds = expansion.experiment.endpoints, len(scale.seeds)
+    return prospects(endpoints, seeds, expansion.folder, alpha=scale.rules.alpha)
 
 
 def submitted(
@@ -159,11 +162,19 @@ def submitted(
     console.print(f"[bold]{where}[/]: {', '.join(counts)}, in {expansion.folder}/")
     if changed:
         console.print(_amended(changed), highlight=False)
+    alike: dict[str, list[str]] = {}
     for name, why in leave:
         if why != "DONE":
-            console.print(f"  {name} is left alone: {why}", highlight=False)
+            alike.setdefault(why, []).append(name)
+    for why, names in alike.items():
+        console.print(f"  left alone: {some(names)}: {why}", markup=False, highlight=False)
     if start:
         what_runs_can_show(console, expansion)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of ``names``, and how many more."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _amended(changed: list[str]) -> str:

@@ -215,8 +215,11 @@ def run_on_slurm(
         ids = submit_arrays(expansion, names, cluster)
     for name, need in lacking.items():
         console.print(f"  {name} is not sent: it needs {need}, which is not done", highlight=False)
+    sent: dict[str, list[str]] = {}
     for name in names:
-        console.print(f"  {name}: job {ids[name]}", highlight=False)
+        sent.setdefault(ids[name].partition("_")[0], []).append(name)
+    for job_id, array in sent.items():
+        console.print(f"  job {job_id}: {show.some(array)}", highlight=False)
     if queued:
         console.print(f"{len(queued)} runs are with Slurm already.")
     if not wait:
