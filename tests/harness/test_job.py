@@ -43,7 +43,10 @@ def until(condition, seconds: float = 20.0):
 
 
 def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_success_is_done_json_with_the_hash_of_the_metrics(make_run, job_command):
