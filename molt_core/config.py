@@ -26,6 +26,10 @@ class ModelConfig(Strict):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of the forward pass"
     )
+    routing_replay: bool = Field(
+        False,
+        description="send each token of a training forward pass to the experts that the engine recorded for it",
+    )
     max_length: int = Field(
         128, gt=0, description="longest trajectory in tokens, prompt and images included"
     )
@@ -89,6 +93,7 @@ class OptimizerConfig(Strict):
     clip_norm: float = Field(
         1.0, gt=0, description="bound on the global L2 norm over all parameters, over all ranks"
     )
+    freeze_router: bool = Field(False, description="leave the routers of the experts untrained")
     schedule: Literal["constant", "linear"] = Field(
         "constant", description="linear: falls to 0 at the last step"
     )

@@ -19,6 +19,7 @@ import numpy as np
 
 from molt_core.algo.importance import effective_sample_fraction
 from molt_core.rollout.pool import Pool
+from molt_core.train.routing import routing_metrics
 from molt_core.train.worker import ProbeResult, StepResult
 from molt_core.types import Batch, Group, Rollout
 
@@ -135,11 +136,12 @@ def batch(batch: Batch) -> dict[str, float]:
     }
 
 
-def training(result: StepResult, clip_norm: float) -> dict[str, float]:
+def training(result: StepResult, clip_norm: float) -> dict[str, Any]:
     """Per-token means over the global batch, the gradient norm before clipping, and the loss that was stepped on."""
     sums = dict(result.sums)
     tokens = sums.pop("tokens")
     fields = {
+        **routing_metrics(sums),
         "tokens_forward": int(sums.pop("tokens_forward")),
         "tokens_kept": int(sums.pop("tokens_kept")),
         "stepped": int(result.stepped),

@@ -15,6 +15,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor
+from molt_core.train.routing import Choice
 
 
 class MegatronCoreBackend:
@@ -78,7 +80,7 @@ class MegatronCoreBackend:
         self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
 
         config = transformer_config(text, layout, dtype, trainer.device)
-        self.model = VisionLanguageModel(config, text, policy.model.visual)
+        self.model = VisionLanguageModel(config, text, policy.model.visual, model.routing_replay)
         for layer in self.model.language_model.decoder.layers:
             layer.checkpointed = trainer.activation_checkpointing
         if trainer.activation_checkpointing:
@@ -86,6 +88,8 @@ class MegatronCoreBackend:
                 {"use_reentrant": False, "preserve_rng_state": False}
             )
         self.model.to(self.device).train()  # the rotary frequencies stay float32 in every precision
+        for router in self.model.routers:
+            router.weight.requires_grad_(not optimizer.freeze_router)
         self._entries = weight_entries(self.model, text, cuts)
         load_weights(self._entries, dict(policy.named_parameters()))
         self.ddp = DistributedDataParallel(
@@ -131,15 +135,15 @@ class MegatronCoreBackend:
         return self.ddp(micro_batch.to(self.device), distribution)
 
     @torch.no_grad()
-    def router_gap(self) -> torch.Tensor | None:
-        gaps = []
-        for router in self.model.routers:
-            best = router.last_logits.float().topk(router.topk + 1, dim=-1).values
-            gaps.append(best[..., -2] - best[..., -1])
-        gap = torch.stack(gaps).amin(0)
+    def routing(self) -> tuple[Choice, ...]:
+        return tuple(self._of_all_tokens(router.choice) for router in self.model.routers)
+
+    def _of_all_tokens(self, choice: Choice) -> Choice:
+        """Sequence-parallel ranks see a part of the tokens each; padding is left out."""
+        fields = {name: getattr(choice, name).contiguous() for name in ("natural", "chosen", "gap")}
         if self.model.config.sequence_parallel:
-            gap = gather_from_sequence_parallel_region(gap)
-        return gap[: self._length, 0]
+            fields = {n: gather_from_sequence_parallel_region(t) for n, t in fields.items()}
+        return replace(choice, **{n: t[: self._length] for n, t in fields.items()})
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         with contextlib.nullcontext() if is_last else self.ddp.no_sync():

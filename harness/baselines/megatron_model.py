@@ -5,7 +5,7 @@ so that GPTModel itself is unchanged:
 
 - ``InterleavedMRoPE`` stands where GPTModel keeps its rotary embedding, and gives angles ``[T, 1, 1, head_dim]``;
 - ``DeepstackLayer`` is a transformer layer that adds the vision tower's intermediate features after itself;
-- ``ObservedRouter`` is Megatron's router that keeps its logits, for the distance to a tie;
+- ``ReplayRouter`` is Megatron's router that tells what it chose and takes the engine's choices;
 
 - ``RowAttention`` is Megatron's plain attention, row by row of a packed micro-batch.
 
@@ -38,6 +38,8 @@ from harness.baselines.megatron_layout import Layout
 from molt_core.train.collate import Blocks, MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
 from molt_core.train.policy import blank_image
+from molt_core.train.routing import Choice, choose, replay
+from molt_core.types import NOT_SAMPLED
 
 
 def check_supported(config) -> None:
@@ -187,13 +189,27 @@ class RowAttention(DotProductAttention):
         return torch.cat(outputs)[:, None]
 
 
-class ObservedRouter(TopKRouter):
-    """Keeps the logits ``[T, 1, experts]`` of its last forward."""
+class ReplayRouter(TopKRouter):
+    """Megatron's router that tells what it chose, and chooses what ``replay`` (``[T, k]``, this rank's tokens) says.
 
-    def gating(self, input: torch.Tensor) -> torch.Tensor:
-        logits = super().gating(input)
-        self.last_logits = logits.detach()
-        return logits
+    Megatron's own replay has no place for tokens without a record.
+    """
+
+    replay: torch.Tensor | None = None
+    choice: Choice
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
+        """logits ``[T, 1, experts]`` float32; the weight of each expert and whether it was chosen, ``[T, experts]``."""
+        flat = logits.flatten(0, 1)
+        self.choice = choose(flat, self.topk, self.replay)
+        if self.replay is None:
+            return super().routing(logits, padding_mask)
+        chosen = self.choice.chosen
+        weights = flat.gather(1, chosen).softmax(-1)
+        return (
+            torch.zeros_like(flat).scatter(1, chosen, weights),
+            torch.zeros_like(flat, dtype=torch.bool).scatter(1, chosen, True),
+        )
 
 
 def _decoder_specification(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -206,7 +222,7 @@ def _decoder_specification(config: TransformerConfig) -> TransformerBlockSubmodu
     attention = parts.self_attention.submodules
     attention.core_attention = RowAttention
     attention.q_layernorm = attention.k_layernorm = RMSNorm
-    parts.mlp.submodules.router = ObservedRouter
+    parts.mlp.submodules.router = ReplayRouter
     layers: list[ModuleSpec] = [layer] * config.num_layers
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
@@ -233,9 +249,11 @@ class ActionHead(nn.Module):
 class VisionLanguageModel(MegatronModule):
     """``forward(micro_batch, distribution)``: log-probabilities and entropies ``[N]`` of the action tokens."""
 
-    def __init__(self, config: TransformerConfig, text, visual: nn.Module) -> None:
+    def __init__(
+        self, config: TransformerConfig, text, visual: nn.Module, routing_replay: bool
+    ) -> None:
         super().__init__(config)
-        self.visual = visual
+        self.visual, self.routing_replay = visual, routing_replay
         self.language_model = GPTModel(
             config,
             _decoder_specification(config),
@@ -255,7 +273,7 @@ class VisionLanguageModel(MegatronModule):
         del self.language_model.output_layer
 
     @property
-    def routers(self) -> list[ObservedRouter]:
+    def routers(self) -> list[ReplayRouter]:
         return [layer.mlp.router for layer in self.language_model.decoder.layers]
 
     def forward(
@@ -265,6 +283,8 @@ class VisionLanguageModel(MegatronModule):
         decoder_input = self._embed(batch)
         for layer in self.language_model.decoder.layers:
             layer.self_attention.core_attention.blocks = batch.blocks
+        if self.routing_replay:
+            replay(self.routers, self._own_tokens(batch))
         hidden = self.language_model(
             input_ids=None,
             position_ids=batch.position_ids[:, None],
@@ -275,6 +295,14 @@ class VisionLanguageModel(MegatronModule):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden[batch.action_positions - 1, 0]
         return self.head(hidden, batch.action_ids, distribution)
+
+    def _own_tokens(self, batch: MicroBatch) -> MicroBatch:
+        """``batch`` with the record of those tokens that this rank's routers see."""
+        if batch.routed_experts is None or not self.config.sequence_parallel:
+            return batch
+        parts = batch.routed_experts.chunk(self.config.tensor_model_parallel_size)
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return replace(batch, routed_experts=parts[rank])
 
     def _embed(self, batch: MicroBatch) -> torch.Tensor:
         """Embeddings with image features in place; sets every layer's deepstack features."""
@@ -314,4 +342,7 @@ def pad_tokens(batch: MicroBatch, multiple: int) -> MicroBatch:
         token_ids=F.pad(batch.token_ids, (0, extra)),
         position_ids=F.pad(batch.position_ids, (0, extra)),
         blocks=(*batch.blocks, (1, extra)),
+        routed_experts=None
+        if batch.routed_experts is None
+        else F.pad(batch.routed_experts, (0, 0, 0, 0, 0, extra), value=NOT_SAMPLED),
     )

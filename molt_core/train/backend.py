@@ -20,6 +20,7 @@ import torch
 
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
+from molt_core.train.routing import Choice
 
 
 @runtime_checkable
@@ -46,12 +47,8 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def router_gap(self) -> torch.Tensor | None:
-        """``[T]`` float32 for the last forward: least (k-th minus (k+1)-th) router score over the layers.
-
-        Router score: the router's logit, float32 (a gap between logits, unlike one between probabilities, does not shrink
-        where the router is sure). None where the model has no router.
-        """
+    def routing(self) -> tuple[Choice, ...]:
+        """What each router did in the last forward pass, over all T tokens of its micro-batch; empty without routers."""
         ...
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:

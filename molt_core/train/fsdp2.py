@@ -25,6 +25,7 @@ from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor
 from molt_core.train.policy import ActionPolicy
+from molt_core.train.routing import Choice
 from molt_core.train.state import FIRST, KINDS, SECOND, WEIGHTS, load_state, save_state
 
 PREFIX = "policy."
@@ -51,24 +52,23 @@ class FSDP2Backend:
             policy.gradient_checkpointing_enable(
                 {"use_reentrant": False, "preserve_rng_state": False}  # nothing random inside
             )
-        self._router_logits: dict[nn.Module, torch.Tensor] = {}
-        self._top_k = policy.config.text_config.num_experts_per_tok
-        for module in policy.modules():
-            if type(module).__name__.endswith("TopKRouter"):
-                module.register_forward_hook(self._keep_router_logits)
+        head = ActionPolicy(policy, model.routing_replay)
+        self.routers = head.routers
+        for router in self.routers:
+            router.weight.requires_grad_(not optimizer.freeze_router)
         mesh = init_device_mesh(trainer.device, (self.data_size,))
         # A group of its own, because a save in the background takes turns with the trainer's collectives in no fixed order.
         self._checkpoint_group = dist.new_group(backend="gloo")
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for unit in (*policy.model.visual.blocks, *policy.model.language_model.layers):
             fully_shard(unit, mesh=mesh, mp_policy=precision)
-        self.root = fully_shard(ActionPolicy(policy), mesh=mesh, mp_policy=precision)
+        self.root = fully_shard(head, mesh=mesh, mp_policy=precision)
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.clip_norm = optimizer.clip_norm
-        parameters = list(self.root.parameters())
+        parameters = [p for p in self.root.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
                 {
@@ -83,23 +83,13 @@ class FSDP2Backend:
         )
         self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
 
-    def _keep_router_logits(self, module: nn.Module, inputs: tuple, output: tuple) -> None:
-        self._router_logits[module] = output[0].detach()
-
     def action_logprobs(
         self, micro_batch: MicroBatch, distribution: ActionDistribution
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._router_logits.clear()
         return self.root(micro_batch.to(self.device), distribution)
 
-    def router_gap(self) -> torch.Tensor | None:
-        if not self._router_logits:
-            return None
-        gaps = []
-        for logits in self._router_logits.values():
-            best = logits.float().topk(self._top_k + 1, dim=-1).values
-            gaps.append(best[:, -2] - best[:, -1])
-        return torch.stack(gaps).amin(0)
+    def routing(self) -> tuple[Choice, ...]:
+        return tuple(router.choice for router in self.routers)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one

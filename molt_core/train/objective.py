@@ -7,6 +7,7 @@ the number of tokens after adding up the ranks they are the step's metrics, what
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from molt_core.algo.losses import LossTokens, loss_function
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution
+from molt_core.train.routing import routing_sums
 from molt_core.types import Trajectory
 
 
@@ -29,15 +31,16 @@ def forward_backward(
     *,
     algorithm: AlgorithmConfig,
     distribution: ActionDistribution,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Accumulate the gradient of this rank's micro-batches. Every rank passes equally many.
 
     Returns this rank's sums: ``tokens``, ``tokens_forward``, ``tokens_kept`` (of importance weight other than 0), ``loss``
     (weighted: its sum is what is stepped on) and, per action token and unweighted, ``entropy``, ``kl`` (k3 of behaviour to
-    current policy), ``kl_reference`` where there is one, and the loss's and the correction's indicators.
+    current policy), ``kl_reference`` where there is one, and the loss's and the correction's indicators; with routers, those
+    of ``routing.routing_sums``.
     """
     loss_of = loss_function(algorithm.loss)
-    sums: dict[str, float] = dict.fromkeys(("tokens", "tokens_forward", "tokens_kept", "loss"), 0)
+    sums: dict[str, Any] = dict.fromkeys(("tokens", "tokens_forward", "tokens_kept", "loss"), 0)
     for number, rollouts in enumerate(micro_batches):
         rows = [segment for rollout in rollouts for segment in rollout.segments]
         batch = collate(rows, [rollout.advantages for rollout in rollouts])
@@ -75,8 +78,10 @@ def forward_backward(
         sums["tokens_forward"] += batch.tokens_forward
         sums["tokens_kept"] += int((importance != 0).sum())
         sums["loss"] += float(loss.detach())
-        for name, values in metrics.items():
-            sums[name] = sums.get(name, 0.0) + float(values.double().sum())
+        totals = {name: float(values.double().sum()) for name, values in metrics.items()}
+        totals |= routing_sums(backend.routing(), batch.routed_experts)
+        for name, value in totals.items():
+            sums[name] = sums.get(name, 0.0) + value
     return sums
 
 
@@ -109,10 +114,10 @@ def score(
     batch = collate(rows)
     logprobs, _ = backend.action_logprobs(batch, distribution)
     batch = batch.to(logprobs.device)
-    gap = backend.router_gap()
-    if gap is None:
+    choices = backend.routing()
+    if not choices:
         return batch, logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
-    tie = gap.to(logprobs.device) < tie_gap
+    tie = torch.stack([choice.gap for choice in choices]).amin(0) < tie_gap
     before = F.pad(tie.cumsum(0), (1, 0))  # ties before each position, of all rows
     tied = before[batch.action_positions] > before[batch.row_starts[batch.action_rows]]
     return batch, logprobs, tied

@@ -8,29 +8,36 @@ from torch import nn
 from molt_core.train import attention
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
+from molt_core.train.routing import install_routers, replay
 
 
 class ActionPolicy(nn.Module):
-    """Wraps a Qwen3-VL-MoE model, whose decoder from then on attends to rows that lie end to end.
+    """Wraps a Qwen3-VL-MoE model; from then on its decoder attends to rows that lie end to end, and routes by ``Router``.
 
     Its whole forward pass is one call, so that it can be one sharding unit's.
     """
 
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: nn.Module, routing_replay: bool = False) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy, self.routing_replay = policy, routing_replay
+        self.routers = install_routers(policy)
         policy.model.language_model.set_attn_implementation(attention.NAME)
 
     def forward(
         self, batch: MicroBatch, distribution: ActionDistribution
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies ``[N]`` of the batch's action tokens, see ``logprobs.action_logprobs``."""
+        """Log-probabilities and entropies ``[N]`` of the batch's action tokens, see ``logprobs.action_logprobs``.
+
+        Raises ValueError where routing is to be replayed and the batch has no record of it.
+        """
         return action_logprobs(
             self.hidden(batch), self.policy.lm_head.weight, batch.action_ids, distribution
         )
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """The decoder's output ``[N, hidden]`` at the positions that predict the batch's action tokens."""
+        if self.routing_replay:
+            replay(self.routers, batch)
         visual, has_images = self.policy.model.visual, batch.patches is not None
         patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(visual)
         features = visual(patches.type(visual.dtype), grid_thw=grid, return_dict=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.registry import load_plugins
-from molt_core.config import RunConfig
+from molt_core.config import ModelConfig, RunConfig
 from molt_core.models.layout import to_published
 from molt_core.models.load import atomic_folder, excluded_token_ids, save_policy
 from molt_core.rollout import refit
@@ -46,7 +46,7 @@ class StepResult:
     stepped: False where the optimiser was left alone, because loss or gradient norm is not finite or nothing was kept.
     """
 
-    sums: Mapping[str, float]
+    sums: Mapping[str, Any]
     grad_norm: float
     stepped: bool
     forward_backward_s: float
@@ -103,7 +103,7 @@ class TrainerRank:
             world_size=trainer.world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        self.backend = self._backend(self.checkpoint)
+        self.backend = self._backend(self.checkpoint, self.config.model)
         self.distribution = ActionDistribution(
             self.config.rollout.sampling.temperature,
             torch.tensor(
@@ -113,16 +113,20 @@ class TrainerRank:
         self.frozen = {name: self._frozen(name) for name in self.config.algorithm.frozen_policies}
         return self.backend.data_rank, self.backend.data_size
 
-    def _backend(self, checkpoint: Path) -> TrainBackend:
+    def _backend(self, checkpoint: Path, model: ModelConfig) -> TrainBackend:
         config = self.config
         return backend_class(config.trainer.backend)(
-            checkpoint, config.model, config.optimizer, config.trainer, config.loop.steps
+            checkpoint, model, config.optimizer, config.trainer, config.loop.steps
         )
 
     def _frozen(self, name: str) -> TrainBackend:
-        """A policy that is scored and never stepped, in the trainer's own layout: weights of the same size again."""
+        """A policy that is scored and never stepped, in the trainer's own layout: weights of the same size again.
+
+        It routes as it would: the record of another policy's routing is not replayed.
+        """
         teacher = self.config.algorithm.teacher
-        return self._backend(self.checkpoint if name == "reference" else Path(teacher))
+        model = self.config.model.model_copy(update={"routing_replay": False})
+        return self._backend(self.checkpoint if name == "reference" else Path(teacher), model)
 
     def step(self, micro_batches: Sequence[Sequence[WeightedRollout]]) -> StepResult:
         started = time.time()
@@ -259,7 +263,7 @@ class TrainerGroup:
         results: list[StepResult] = await asyncio.gather(
             *(rank.step.remote(stored[d]) for rank, d in zip(self.ranks, self.data_ranks))
         )
-        sums: dict[str, float] = {}
+        sums: dict[str, Any] = {}
         for _, result in sorted(dict(zip(self.data_ranks, results)).items()):
             for name, value in result.sums.items():
                 sums[name] = sums.get(name, 0.0) + value

@@ -21,6 +21,7 @@ from tests.harness.trainer_cases import (
     backend_step,
     backend_training,
     trajectories,
+    with_random_records,
 )
 
 
@@ -69,7 +70,18 @@ def train(
             for rows, values in micro_batches:
                 batch = collate(rows, values)
                 logprobs = backend_logprobs(backend, batch)
-                scores.append((rows, logprobs, backend.router_gap()))
+                scores.append((rows, logprobs, [vars(c) for c in backend.routing()]))
+        replaying = MegatronCoreBackend(
+            checkpoint,
+            MODEL.model_copy(update={"routing_replay": True}),
+            OPTIMIZER,
+            trainer,
+            STEPS,
+        )
+        replayed = [
+            backend_logprobs(replaying, collate(with_random_records(rows)))
+            for rows, _ in micro_batches
+        ]
         norms, weights = backend_training(backend, micro_batches, denominator)
         interrupted, resumed = build(), build()
         for _ in range(STEPS - 1):
@@ -82,6 +94,7 @@ def train(
                 "data": (backend.data_rank, backend.data_size),
                 "untouched": untouched,
                 "scores": scores,
+                "replayed": replayed,
                 "norms": norms,
                 "weights": weights,
                 "resumed": {n: w.clone() for n, w in resumed.named_weights()},

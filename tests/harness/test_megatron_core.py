@@ -116,7 +116,7 @@ def test_router_gap_is_the_least_over_the_layers_of_transformers_router(untraine
     ordered = torch.stack(kept).sort(-1, descending=True).values
     expected = (ordered[..., 1] - ordered[..., 2]).amin(0)
     backend_logprobs(untrained, batch)
-    found = untrained.router_gap()
+    found = torch.stack([choice.gap for choice in untrained.routing()]).amin(0)
     assert found.dtype == torch.float32 and found.shape == batch.token_ids.shape
     torch.testing.assert_close(found, expected.view(found.shape), atol=1e-5, rtol=0)
 

@@ -19,6 +19,7 @@ from tests.harness.trainer_cases import (
     rescaled_checkpoint,
     token_logprobs,
     trajectories,
+    with_random_records,
 )
 
 MIXED = (1, 2, 0, 1, 0, 3, 0)
@@ -102,12 +103,16 @@ def test_data_ranks_share_the_rows_and_score_them_like_transformers(results, pol
     assert size == len(ranks) // (2 if layout.startswith("tp2") else 1)
     assert {rank["data"] for rank in ranks} == {(number, size) for number in range(size)}
     for rank in ranks:
-        for rows, logprobs, gap in rank["scores"]:
+        for (rows, logprobs, choices), replayed in zip(rank["scores"], rank["replayed"]):
             batch = collate(rows)
             with torch.no_grad():
                 expected = token_logprobs(oracle_logits(policy, rows), batch)
             torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
-            assert gap.shape == batch.token_ids.shape
+            assert all(len(choice["chosen"]) == batch.tokens_forward for choice in choices)
+            rows = with_random_records(rows)
+            with torch.no_grad():
+                expected = token_logprobs(oracle_logits(policy, rows), batch)
+            torch.testing.assert_close(replayed, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.distributed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -93,13 +95,58 @@ def another_sample(row: Trajectory) -> Trajectory:
     return replace(row, token_ids=ids.astype(np.int32))
 
 
+def with_random_records(rows: list[Trajectory]) -> list[Trajectory]:
+    """The rows with a record of two experts a token and layer that no router would choose; every fifth token has none."""
+    rng = np.random.default_rng(7)
+    recorded = []
+    for row in rows:
+        scores = rng.standard_normal((len(row.token_ids), 2, 8))
+        record = scores.argsort(-1)[..., :2].astype(np.int16)
+        record[::5] = -1
+        recorded.append(replace(row, routed_experts=record))
+    return recorded
+
+
+@contextlib.contextmanager
+def replayed(policy: torch.nn.Module, rows: list[Trajectory]) -> Iterator[None]:
+    """Inside, transformers' routers send the tokens of the left-padded ``rows`` where their records say, if they have any.
+
+    The textbook way: softmax over all experts, the recorded ones picked, their weights divided by their sum.
+    """
+    if rows[0].routed_experts is None:
+        yield
+        return
+    length = max(len(row.token_ids) for row in rows)
+    record = np.full((len(rows), length, *rows[0].routed_experts.shape[1:]), -1)
+    for number, row in enumerate(rows):
+        record[number, length - len(row.token_ids) :] = row.routed_experts
+    flat = torch.from_numpy(record.astype(np.int64)).flatten(0, 1)
+
+    def hook(layer: int):
+        def replace_choice(module, inputs, outputs):
+            logits, _, natural = outputs
+            chosen = torch.where(flat[:, layer, :1] >= 0, flat[:, layer], natural)
+            picked = logits.softmax(-1).gather(1, chosen)
+            return logits, picked / picked.sum(-1, keepdim=True), chosen
+
+        return replace_choice
+
+    layers = policy.model.language_model.layers
+    hooks = [
+        layer.mlp.gate.register_forward_hook(hook(number)) for number, layer in enumerate(layers)
+    ]
+    yield
+    for handle in hooks:
+        handle.remove()
+
+
 def oracle_logits(
     policy: torch.nn.Module, rows: list[Trajectory], stretch: int | None = None
 ) -> torch.Tensor:
     """Logits ``[N, vocabulary]`` at the predicting positions by transformers alone, from rows padded on the left.
 
     It gets every row's images and finds their places and all positions by itself, unless positions are multiplied by
-    ``stretch``.
+    ``stretch``; rows with a record of routing are routed by it.
     """
     length = max(len(row.token_ids) for row in rows)
     token_ids = torch.zeros(len(rows), length, dtype=torch.long)
@@ -126,7 +173,8 @@ def oracle_logits(
             pixel_values=torch.from_numpy(np.concatenate([image.patches for image in images])),
             image_grid_thw=torch.tensor([image.grid_thw for image in images]),
         )
-    logits = policy(**inputs, use_cache=False).logits
+    with replayed(policy, rows):
+        logits = policy(**inputs, use_cache=False).logits
     return logits[:, :-1][action[:, 1:]]
 
 

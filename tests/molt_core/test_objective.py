@@ -18,6 +18,7 @@ from molt_core.train.objective import (
     row_logprobs,
     score,
 )
+from molt_core.train.routing import Choice
 from molt_core.train.split import without_actions
 from tests.molt_core.make import trajectory
 
@@ -39,8 +40,11 @@ class Bigram:
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()
 
-    def router_gap(self) -> torch.Tensor | None:
-        return self.gap
+    def routing(self) -> tuple[Choice, ...]:
+        if self.gap is None:
+            return ()
+        experts = torch.zeros(len(self.gap), 1, dtype=torch.long)
+        return (Choice(experts, experts, self.gap, experts=2),)
 
 
 DISTRIBUTION = ActionDistribution(1.3, torch.tensor([0]))
