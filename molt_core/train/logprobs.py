@@ -76,7 +76,7 @@ class _ActionLogprobs(torch.autograd.Function):
         ctx.distribution, ctx.chunk_tokens = distribution, chunk_tokens
         ctx.shard = (first_id, group)
         ctx.set_materialize_grads(False)
-        logprobs, entropy = hidden.new_empty(2, len(ids), dtype=_precision(hidden))
+        logprobs, entropy = (hidden.new_empty(len(ids), dtype=_precision(hidden)) for _ in range(2))
         for part in _parts(len(ids), chunk_tokens):
             log_softmax = distribution.log_softmax(hidden[part] @ weight.T, first_id, group)
             column, here = _own_column(ids[part], first_id, len(weight))
