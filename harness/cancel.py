@@ -1,11 +1,13 @@
-"""Stop runs:  python -m harness.cancel [FILTER] [--experiment NAME] [--scale S] [--runs DIR]
+"""Stop runs:  python -m harness.cancel [FILTER] [--experiment NAME] [--scale S] [--runs DIR] [--json]
 
-Without FILTER everything stops: queues first, then what still works. With it, the runs whose name contains FILTER; the queue
-goes on with the others. Nothing is deleted: a cancelled run is KILLED, and the next submit goes on with it.
+Without FILTER everything stops: queues first, then what still works. With it, the experiment of that name, or the runs whose
+name contains it; the queue goes on with the others. Nothing is deleted: a cancelled run is KILLED, and the next submit goes on
+with it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -95,25 +97,66 @@ def _waits(queue: Path, folder: RunFolder) -> bool:
 
 def main(
     pattern: Annotated[
-        str | None, typer.Argument(metavar="[FILTER]", help="runs whose name contains this")
+        str | None, typer.Argument(metavar="FILTER", help="an experiment, or a part of runs' names")
     ] = None,
     experiment: Annotated[str | None, typer.Option(help="only of this experiment")] = None,
     scale: Annotated[str | None, typer.Option(help="only of this scale")] = None,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="for machines: one object on stdout")
+    ] = False,
 ) -> None:
-    """Stop runs, with every process below them."""
+    """Stop runs, with every process below them.
+
+    Without FILTER everything; with the name of an experiment all of it; else
+    the runs whose name contains FILTER. Logs and records stay, and the next
+    submit goes on with them.
+
+    Exit codes: 0 stopped, or nothing was at work; 1 something could not be
+    stopped, and the message says what to do; 2 there is no such run.
+    """
+    told: dict[str, dict[str, list[str]]] = {}
     try:
-        for folder in scale_folders(runs, experiment, scale):
-            stopped, dropped = cancel(folder, pattern)
-            for name in stopped:
-                typer.echo(f"{name}: stopped")
-            for name in dropped:
-                typer.echo(f"{name}: waits no longer")
-            if not stopped and not dropped:
-                typer.echo(f"{folder.parent.name}/{folder.name}: nothing to stop")
-    except (FileNotFoundError, CannotStop, SlurmError) as error:
+        for folder, within in _chosen(scale_folders(runs, experiment, scale), pattern):
+            stopped, dropped = cancel(folder, within)
+            name = f"{folder.parent.name}/{folder.name}"
+            told[name] = {"stopped": stopped, "waits_no_longer": dropped}
+            if not as_json:
+                _tell(name, stopped, dropped)
+    except FileNotFoundError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    except (CannotStop, SlurmError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
+    finally:
+        if as_json:
+            print(json.dumps(told))
+
+
+def _chosen(folders: list[Path], pattern: str | None) -> list[tuple[Path, str | None]]:
+    """(folder, filter on its runs). Raises FileNotFoundError where ``pattern`` names neither an experiment nor a run."""
+    if pattern is None:
+        return [(folder, None) for folder in folders]
+    whole = [f for f in folders if pattern in (f.parent.name, f"{f.parent.name}/{f.name}")]
+    if whole:
+        return [(folder, None) for folder in whole]
+    found = [f for f in folders if any(pattern in run.name for run in run_folders(f))]
+    if not found:
+        there = ", ".join(f"{folder.parent.name}/{folder.name}" for folder in folders)
+        raise FileNotFoundError(
+            f"{pattern}: no experiment and no part of a run's name; there is {there}"
+        )
+    return [(folder, pattern) for folder in found]
+
+
+def _tell(where: str, stopped: list[str], dropped: list[str]) -> None:
+    for name in stopped:
+        typer.echo(f"{name}: stopped")
+    for name in dropped:
+        typer.echo(f"{name}: waits no longer")
+    if not stopped and not dropped:
+        typer.echo(f"{where}: nothing to stop")
 
 
 if __name__ == "__main__":

@@ -113,9 +113,21 @@ def main(
     tracking_uri: Annotated[
         str | None, typer.Option(help="MLflow store; default: mlflow.db beside the runs")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="for machines: one object on stdout, all else on stderr")
+    ] = False,
 ) -> None:
-    """Run an experiment: every system with every seed, each once."""
+    """Run an experiment: every system with every seed, each once.
+
+    Submitting again goes on where it stopped: what is done is not run again,
+    limits follow the newest submit, and an edit of code or protocol makes new
+    runs. Runs are independent: one that fails stops no other but those that
+    need it.
+
+    Exit codes: 0 submitted, or with --wait every run is done; 2 refused,
+    nothing was started; 4 with --wait, a run is not done; 130 stopped by
+    Ctrl-C, and the same command goes on from there.
+    """
     console = Console(stderr=as_json)
     on_slurm = shutil.which("sbatch") is not None
     try:
@@ -126,7 +138,7 @@ def main(
         chosen = expansion.select(only)
         changed = changes(expansion)
     except (SpecError, ValidationError, ValueError, PlanError, SlurmError) as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
+        refuse(console, str(error).splitlines(), as_json)
         raise typer.Exit(EXIT_REFUSED) from error
     obstacles = preflight.problems(expansion, cluster=on_slurm)
     if on_slurm and not obstacles:
@@ -139,9 +151,9 @@ def main(
             print(json.dumps(show.as_data(expansion, chosen, obstacles) | {"sbatch": dict(texts)}))
         return
     if obstacles:
-        for obstacle in obstacles:
-            console.print(f"- {obstacle}", style="red", markup=False, highlight=False)
-        console.print("Nothing was started.")
+        refuse(
+            console, [*(f"- {obstacle}" for obstacle in obstacles), "Nothing was started."], as_json
+        )
         raise typer.Exit(EXIT_REFUSED)
     start, leave = submit(expansion, chosen)
     show.submitted(console, expansion, start, leave, changed)
@@ -157,6 +169,14 @@ def main(
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(EXIT_REFUSED) from error
     raise typer.Exit(code)
+
+
+def refuse(console: Console, lines: Sequence[str], as_json: bool) -> None:
+    """Say why nothing was started."""
+    for line in lines:
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({"refused": list(lines)}))
 
 
 def run_here(console: Console, expansion: Expansion, start: list[str], wait: bool, uri: str) -> int:

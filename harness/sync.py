@@ -86,7 +86,10 @@ def main(
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
     create: Annotated[bool, typer.Option("--create", hidden=True)] = False,
 ) -> None:
-    """Bring MLflow up to date with the run folders."""
+    """Bring MLflow up to date with the run folders, which stay the truth: it may be deleted and made again.
+
+    Exit codes: 0 written; 2 there is no such experiment.
+    """
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from harness.tracking import Tracker, create_store  # MLflow takes seconds to import
 

@@ -86,6 +86,31 @@ def test_nothing_to_stop_is_no_error(make_run):
     assert "nothing to stop" in done.stdout
 
 
+def cancel_command(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "harness.cancel", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout or done.stderr
+
+
+def test_the_name_of_an_experiment_stops_all_of_it(two_runs):
+    first, second, queue = two_runs
+    runs = str(in_scale(first).parents[1])
+    code, said = cancel_command("experiment", "--runs", runs, "--json")
+    assert code == 0
+    assert json.loads(said) == {
+        "experiment/tiny": {"stopped": [first.name], "waits_no_longer": [second.name]}
+    }
+    assert queue.wait(10) == 0
+
+
+def test_a_filter_that_names_nothing_is_an_error(make_run):
+    folder = make_run()
+    ask(in_scale(folder), [folder.name], [])
+    code, said = cancel_command("megatron", "--runs", str(in_scale(folder).parents[1]))
+    assert code == 2
+    assert said == "megatron: no experiment and no part of a run's name; there is experiment/tiny\n"
+
+
 def test_a_process_of_another_machine_is_not_signalled(tmp_path):
     lock = tmp_path / "run" / "lock"
     with hold(lock):

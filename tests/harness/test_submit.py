@@ -236,6 +236,19 @@ def test_a_mistake_stops_before_anything_is_written(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_refusal_is_an_object_for_machines(tmp_path):
+    path = write(tmp_path, "    margin: 0.05\n", "")
+    command = [sys.executable, "-m", "harness.submit", str(path), "--json"]
+    done = subprocess.run(
+        [*command, "--runs", str(tmp_path / "runs")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    said = json.loads(done.stdout)["refused"]
+    assert "endpoints[0].margin: is missing" in said[0] and said[-1].endswith(
+        "nothing was started."
+    )
+
+
 def test_a_scale_that_does_not_fit_here_is_refused_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr(submit_module.shutil, "which", lambda name: None)
     path = write(tmp_path, "  there:", "  there:\n    resources: {nodes: 2}")
