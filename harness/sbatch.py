@@ -19,6 +19,7 @@ from typing import Any
 from harness.cluster import Cluster
 from harness.expand import Run
 from harness.identity import ROOT, digest
+from harness.run_folder import RunFolder
 from harness.spec import Resources
 
 SIGNAL = "USR2"
@@ -26,10 +27,27 @@ SIGNAL = "USR2"
 
 
 @dataclass(frozen=True)
+class Task:
+    """What Slurm has to know of a run, from its folder; ``expand.Run`` has it under the same names."""
+
+    name: str
+    kind: str
+    needs: tuple[str, ...]
+    resources: Resources
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Task:
+        run = folder.run
+        asked = {k: v for k, v in run["resources"].items() if k in Resources.model_fields}
+        needs = tuple(run.get("needs", ()))
+        return cls(folder.name, run["kind"], needs, Resources.model_validate(asked))
+
+
+@dataclass(frozen=True)
 class Array:
     """Runs that are submitted together: of one kind, with equal resources."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Run | Task, ...]
     resources: Resources
     parallel: int = 256
     """How many of them may work at once."""
@@ -43,13 +61,13 @@ class Array:
         return all(name in run.needs for run in self.runs)
 
 
-def arrays(runs: Iterable[Run], cluster: Cluster, max_size: int = 1001) -> list[Array]:
+def arrays(runs: Iterable[Run | Task], cluster: Cluster, max_size: int = 1001) -> list[Array]:
     """Runs of one kind and equal resources together, in the order given: what is needed comes before what needs it.
 
     ``max_size`` is Slurm's MaxArraySize. It caps an array's highest index plus one, so more runs are several arrays, which
     share the bound on how many work at once.
     """
-    grouped: dict[tuple, list[Run]] = {}
+    grouped: dict[tuple, list[Run | Task]] = {}
     for run in runs:
         grouped.setdefault((run.kind, run.resources), []).append(run)
     found = []

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.cluster import Cluster
-from harness.expand import Expansion, Run
+from harness.expand import Run
 from harness.processes import own_environment
 from harness.requeue import bad_nodes
 from harness.run_folder import RunFolder, read_json, write_json
-from harness.sbatch import Array, arrays, job_name, script
+from harness.sbatch import Array, Task, arrays, job_name, script
 from harness.scheduler import (
     Job,
     SlurmError,
@@ -38,35 +38,33 @@ BUSY = ("timed out", "unable to contact", "temporarily unavailable", "communicat
 """Words of a controller that has too much to do: what was sent may have arrived, or may arrive the next time."""
 
 
-def planned_arrays(expansion: Expansion, names: Iterable[str], cluster: Cluster) -> list[Array]:
-    """The arrays that ``names`` become here. Raises SlurmError where the controller does not answer."""
-    chosen = set(names)
+def planned_arrays(runs: Iterable[Run | Task], cluster: Cluster) -> list[Array]:
+    """The arrays that ``runs`` become here. Raises SlurmError where the controller does not answer."""
     known = configuration() if shutil.which("scontrol") else {}  # a dry run elsewhere
-    size = int(known.get("MaxArraySize", "1001"))
-    return arrays((run for run in expansion.runs if run.name in chosen), cluster, size)
+    return arrays(runs, cluster, int(known.get("MaxArraySize", "1001")))
 
 
-def scripts(expansion: Expansion, names: Iterable[str], cluster: Cluster) -> list[tuple[str, str]]:
+def scripts(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) -> list[tuple[str, str]]:
     """(job name, batch script) of each array as it would be sent; jobs to come stand as ``<their name>``."""
-    folder = expansion.folder.resolve()
+    folder = folder.resolve()
     ids, found = job_ids(folder), []
-    for array in planned_arrays(expansion, names, cluster):
+    for array in planned_arrays(runs, cluster):
         name = job_name(array, folder, ids)
         found.append((name, _script(array, cluster, name, ids, folder)))
         ids |= {run.name: f"<{run.name}>" for run in array.runs}
     return found
 
 
-def submit_arrays(expansion: Expansion, names: Iterable[str], cluster: Cluster) -> dict[str, str]:
-    """Submit ``names``, which are not live; returns run name -> job id and keeps it in slurm.json.
+def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) -> dict[str, str]:
+    """Submit ``runs``, which are not live; returns run name -> job id and keeps it in slurm.json.
 
     Raises SlurmError where sbatch refuses; the arrays before it stay submitted, and the next submit goes on.
     """
-    folder = expansion.folder.resolve()
+    folder = folder.resolve()
     ids = job_ids(folder)
     write_json(folder / "cluster.json", cluster.model_dump(mode="json"))  # for the jobs
     with outside_an_allocation():
-        for array in planned_arrays(expansion, names, cluster):
+        for array in planned_arrays(runs, cluster):
             name = job_name(array, folder, ids)
             text = _script(array, cluster, name, ids, folder)
             job_id = send(text, name, [folder / run.name for run in array.runs], folder / "slurm")
@@ -136,18 +134,14 @@ def _named(name: str, fresh: bool, living: bool = False) -> str | None:
     return min(found, default=None)
 
 
-def hopeless(expansion: Expansion, names: Iterable[str], alive: set[str]) -> dict[str, str]:
-    """Of ``names``, which are to be sent: name -> the run it needs that is neither done, nor live, nor sent too."""
-    coming, found = {*names, *alive}, {}
-    for run in expansion.runs:
-        lacking = [
-            need
-            for need in run.needs
-            if need not in coming and RunFolder(expansion.folder / need).done is None
-        ]
-        if run.name in names and lacking:
-            found[run.name] = lacking[0]
-            coming.discard(run.name)
+def hopeless(folder: Path, runs: Sequence[Run | Task], alive: set[str]) -> dict[str, str]:
+    """Of ``runs``, which are to be sent: name -> the run it needs that is neither done, nor live, nor sent too."""
+    coming, found = {*(run.name for run in runs), *alive}, {}
+    for run in runs:
+        for need in run.needs:
+            if need not in coming and RunFolder(folder / need).done is None:
+                found[run.name] = need
+                coming.discard(run.name)
     return found
 
 
@@ -195,10 +189,10 @@ def refusal(text: str) -> str:
     return ""
 
 
-def refusals(expansion: Expansion, runs: Sequence[Run], cluster: Cluster) -> list[str]:
+def refusals(folder: Path, runs: Sequence[Run], cluster: Cluster) -> list[str]:
     """What Slurm would refuse of ``runs``: partition, account, quality of service, more than a node has."""
     found: dict[str, str] = {}
-    for _, text in scripts(expansion, [run.name for run in runs], cluster):
+    for _, text in scripts(folder, runs, cluster):
         if (said := refusal(text)) and said not in found:
             found[said] = ", ".join(
                 line.removeprefix("#SBATCH --") for line in text.splitlines() if _matters(line)

@@ -142,10 +142,10 @@ def main(
         raise typer.Exit(EXIT_REFUSED) from error
     obstacles = preflight.problems(expansion, cluster=on_slurm)
     if on_slurm and not obstacles:
-        obstacles = refusals(expansion, chosen, target)
+        obstacles = refusals(expansion.folder, chosen, target)
     if dry_run:
         show.dry_run(console, expansion, chosen, obstacles, changed)
-        texts = [] if target is None else scripts(expansion, [r.name for r in chosen], target)
+        texts = [] if target is None else scripts(expansion.folder, chosen, target)
         show.scripts(console, texts)
         if as_json:
             print(json.dumps(show.as_data(expansion, chosen, obstacles) | {"sbatch": dict(texts)}))
@@ -229,10 +229,10 @@ def run_on_slurm(
     folder = expansion.folder
     with hold(folder / "submit.lock", wait=True):  # or two submits would give a run two jobs
         queued = live(folder, fresh=True)
-        names = [name for name in start if name not in queued]
-        lacking = hopeless(expansion, names, queued)
-        names = [name for name in names if name not in lacking]
-        ids = submit_arrays(expansion, names, cluster)
+        runs = [r for r in expansion.runs if r.name in start and r.name not in queued]
+        lacking = hopeless(folder, runs, queued)
+        names = [run.name for run in runs if run.name not in lacking]
+        ids = submit_arrays(folder, [run for run in runs if run.name in names], cluster)
     for name, need in lacking.items():
         console.print(f"  {name} is not sent: it needs {need}, which is not done", highlight=False)
     sent: dict[str, list[str]] = {}

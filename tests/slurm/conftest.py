@@ -107,7 +107,8 @@ def light(tmp_path, monkeypatch):
 def send(expansion, profile: Cluster = LOCAL, only: str | None = None) -> dict[str, str]:
     """Submit as ``harness.submit`` does; run name -> job id."""
     start, _ = submit(expansion, expansion.select(only))
-    return submit_arrays(expansion, start, profile)
+    runs = [run for run in expansion.runs if run.name in start]
+    return submit_arrays(expansion.folder, runs, profile)
 
 
 def states(expansion) -> dict[str, str]:

@@ -46,13 +46,16 @@ def test_what_needs_a_failed_run_is_cancelled_and_does_not_wait_for_ever(light, 
 
 
 def test_a_wrong_partition_is_said_before_anything_is_queued(light):
-    (said,) = refusals(light(), light().runs, LOCAL.model_copy(update={"partition": "nowhere"}))
+    expansion = light()
+    (said,) = refusals(
+        expansion.folder, expansion.runs, LOCAL.model_copy(update={"partition": "nowhere"})
+    )
     assert "Invalid partition name specified" in said and "partition=nowhere" in said
 
 
 def test_more_devices_than_a_node_has_are_refused(light):
     expansion = light(resources=", device: cuda, devices_per_node: 9")
-    (said,) = refusals(expansion, expansion.runs[:1], LOCAL)
+    (said,) = refusals(expansion.folder, expansion.runs[:1], LOCAL)
     assert "configuration is not available" in said
 
 

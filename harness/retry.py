@@ -1,0 +1,133 @@
+"""Go on with runs that ended for reasons of infrastructure:  python -m harness.retry [FILTER] [--experiment NAME] [--force]
+
+Same identity, same folder, next attempt; what was saved is not done again. A run that is done stays done, and an outcome stays
+an outcome: DIVERGED, out of memory, a hang or an error of the program are refused, since trying until a run looks better is
+choosing results. With --force they go on too, and run.json says so for the report (``forced``).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.causes import cause
+from harness.queue import ask, start_detached
+from harness.requeue import profile
+from harness.run_folder import RunFolder, hold, is_held, read_json, scale_folders
+from harness.sbatch import Task
+from harness.scheduler import SlurmError
+from harness.slurm import hopeless, live, submit_arrays
+from harness.status import RunStatus, queue_lock, read_statuses
+from harness.sync import default_uri
+
+
+@dataclass
+class Choice:
+    """What a retry does with the runs of one folder; each list holds (run, why)."""
+
+    again: list[str] = field(default_factory=list)
+    forced: list[str] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+def choose(statuses: Sequence[RunStatus], pattern: str | None, force: bool) -> Choice:
+    """Sort the runs that are not done and not at work into those that go on and those that are refused."""
+    choice = Choice()
+    for status in statuses:
+        if pattern is not None and pattern not in status.run:
+            continue
+        if status.state in ("DONE", "RUNNING", "WAITING", "PLANNED"):
+            continue
+        kind = cause(status.state).kind
+        if status.state == "UNKNOWN":
+            choice.refused.append(
+                (status.run, f"nobody knows whether it still works: {status.why}")
+            )
+        elif kind in ("interrupted", "accident"):
+            choice.again.append(status.run)
+        elif force:
+            choice.forced.append(status.run)
+        else:
+            why = f"{status.state} is an outcome: {status.why}"
+            choice.refused.append((status.run, why))
+    return choice
+
+
+def mark(folder: RunFolder, status: RunStatus) -> None:
+    """Write into run.json that a person had an outcome tried again."""
+    entry = {"time": time.time(), "state": status.state, "why": status.why}
+    entry["attempt"] = status.attempt
+    folder.update_run(forced=[*folder.run.get("forced", []), entry])
+
+
+def restart(scale_folder: Path, names: Sequence[str], uri: str) -> dict[str, str]:
+    """Ask for the runs again, in the order of the experiment; run -> where it went. Raises SlurmError."""
+    order = (read_json(scale_folder / "queue.json") or {"order": []})["order"]
+    names = sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+    with hold(scale_folder / "submit.lock", wait=True):
+        if shutil.which("sbatch") and (scale_folder / "slurm.json").exists():
+            alive = live(scale_folder, fresh=True)
+            tasks = [Task.of(RunFolder(scale_folder / n)) for n in names if n not in alive]
+            lacking = hopeless(scale_folder, tasks, alive)
+            sent = [task for task in tasks if task.name not in lacking]
+            ids = submit_arrays(scale_folder, sent, profile(scale_folder))
+            went = {task.name: f"job {ids[task.name]}" for task in sent}
+            return went | {n: f"not sent: it needs {need}" for n, need in lacking.items()}
+        ask(scale_folder, order, list(names))
+    if not is_held(queue_lock(scale_folder)):
+        start_detached(scale_folder, uri)
+    return dict.fromkeys(names, "with the queue of this machine")
+
+
+def main(
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="[FILTER]", help="runs whose name contains this")
+    ] = None,
+    experiment: Annotated[str | None, typer.Option(help="only of this experiment")] = None,
+    scale: Annotated[str | None, typer.Option(help="only of this scale")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="outcomes too; run.json and the report say so")
+    ] = False,
+    runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="for machines, on stdout")] = False,
+) -> None:
+    """Go on with runs that infrastructure ended; refuse to try outcomes again.
+
+    Exit codes: 0 what could go on does; 2 there is no such experiment, or Slurm refuses; 3 only outcomes were left.
+    """
+    told: dict[str, dict[str, str]] = {}
+    refusals = 0
+    try:
+        for folder in scale_folders(runs, experiment, scale):
+            statuses = {status.run: status for status in read_statuses(folder)}
+            choice = choose(list(statuses.values()), pattern, force)
+            for name in choice.forced:
+                mark(RunFolder(folder / name), statuses[name])
+            names = [*choice.again, *choice.forced]
+            went = restart(folder, names, default_uri(runs)) if names else {}
+            refusals += len(choice.refused)
+            told |= {name: {"does": "goes on", "how": how} for name, how in went.items()}
+            told |= {name: {"does": "refused", "how": why} for name, why in choice.refused}
+    except (FileNotFoundError, SlurmError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        print(json.dumps(told))
+    for name, entry in told.items() if not as_json else ():
+        typer.echo(f"{name}: {entry['does']}: {entry['how']}")
+    if not told and not as_json:
+        typer.echo("Nothing to retry: every run is done, works, or was never started.")
+    if refusals and not as_json and not force:
+        typer.echo("--force tries outcomes again, and marks the runs for the report.")
+    raise typer.Exit(3 if refusals and len(told) == refusals else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,98 @@
+"""The cause of an end, told from the record and the log."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.causes import from_slurm, kills_for_memory, told_by
+from harness.logs import follow
+from harness.run_folder import hold, write_json
+from harness.why import account, by_speaker, error_lines, find_run
+from tests.harness.test_job import work
+
+LOG = [
+    "step 1/3  reward 0.1",
+    "(TrainWorker pid=12) loss 0.5",
+    "(EngineWorker pid=13, ip=10.0.0.2) 4 requests",
+    "(EngineCore_DP0 pid=14) KV cache 3 %",
+    "Traceback (most recent call last):",
+    '  File "a.py", line 1, in <module>',
+    "ValueError: no",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "OOM"),
+        ("ray.exceptions.OutOfMemoryError: Task was killed", "OOM"),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "INFRA"),
+        ("OSError: [Errno 28] No space left on device", "INFRA"),
+        ("OSError: [Errno 116] Stale file handle", "INFRA"),
+        ("ValueError: shapes do not match", None),
+    ],
+)
+def test_words_of_an_error_tell_memory_and_infrastructure_from_a_fault(words, state):
+    assert told_by(words) == state
+
+
+@pytest.mark.parametrize(
+    ("slurm", "state"),
+    [
+        ("OUT_OF_MEMORY", "OOM"),
+        ("NODE_FAIL", "NODE_FAIL"),
+        ("CANCELLED", "KILLED"),
+        ("TIMEOUT", "TIMEOUT"),
+    ],
+)
+def test_slurms_word_is_translated_where_the_job_left_none(slurm, state):
+    assert from_slurm(slurm, "node3", "")[0] == state
+
+
+def test_kills_for_memory_are_the_kernels_count(tmp_path):
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\nallocstall 0\n")
+    assert kills_for_memory(tmp_path / "vmstat") == 3
+
+
+def test_the_error_is_the_last_traceback():
+    assert error_lines(LOG) == LOG[4:]
+
+
+def test_each_part_of_a_run_has_its_own_last_words():
+    found = by_speaker(LOG)
+    assert found["trainer"] == ["loss 0.5"]
+    assert found["engine"] == ["4 requests", "KV cache 3 %"]
+    assert found["driver"][0] == "step 1/3  reward 0.1"
+
+
+def test_an_account_holds_cause_advice_attempts_and_error(make_run, job_command):
+    folder = make_run(body="record(1)\nraise ValueError('no such thing')")
+    write_json(folder.path.parent / "queue.json", {"order": [folder.name], "work": {}})
+    work(job_command(folder))
+    told = account(find_run(folder.path.parents[2], "molt-s0"))
+    assert told.status.state == "FAILED"
+    assert told.error[-1] == "ValueError: no such thing"
+    assert "retry --force" in told.advice
+    assert [one["state"] for one in told.attempts] == ["FAILED"]
+
+
+def test_a_name_of_several_runs_is_refused_by_naming_them(make_run):
+    first, second = make_run("molt-s0-11111111"), make_run("molt-s1-22222222")
+    write_json(first.path.parent / "queue.json", {"order": [], "work": {}})
+    with pytest.raises(
+        FileNotFoundError, match=f"2 runs have it; there is {first.name}, {second.name}"
+    ):
+        find_run(first.path.parents[2], "molt")
+
+
+def test_following_a_run_goes_over_into_its_next_attempt(make_run):
+    folder = make_run()
+    write_json(folder.path.parent / "queue.json", {"order": [folder.name], "work": {}})
+    with hold(folder.lock):  # at work
+        for number, text in ((1, "one"), (2, "two")):
+            (folder.new_attempt() / "output.log").write_text(f"{text}\n")
+            if number == 1:
+                shown = follow(folder)
+                assert next(shown) == b"one\n"
+        assert next(shown) == b"==> attempt 02 <==\n"
+    assert b"".join(shown) == b"two\n"
