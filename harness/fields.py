@@ -14,7 +14,10 @@ from pathlib import Path
 
 from harness.identity import ROOT
 
-RECORDERS = ("metrics.py", "loop.py", "algo/*.py", "train/objective.py")
+RECORDERS = (
+    *("metrics.py", "loop.py", "train/objective.py"),
+    *("algo/losses.py", "algo/importance.py"),
+)
 """What writes or names a field of ``metrics.jsonl``, below molt_core/."""
 PROMISED = frozenset(
     (

@@ -129,10 +129,25 @@ def books(pool: Pool) -> dict[str, Any]:
 def batch(batch: Batch) -> dict[str, float]:
     """Facts of the trained batch."""
     segments = [segment for group in batch.groups for segment in group.segments]
+    contexts = [len(segment.token_ids) for segment in segments]
     return {
         "tokens_batch": batch.action_tokens,
+        "trained_tokens_max": max(rollout.action_tokens for rollout in batch.rollouts),
+        "segments_mean": len(segments) / len(batch.rollouts),
+        "context_tokens_mean": float(np.mean(contexts)),
+        "context_tokens_max": max(contexts),
         "tokens_across_refit": sum(segment.tokens_across_refit for segment in segments),
         "groups_zero_variance": sum(bool((g.rewards == g.rewards[0]).all()) for g in batch.groups),
+    }
+
+
+def lag(lags: np.ndarray) -> dict[str, Any]:
+    """Versions between sampling and training, of each action token of the batch."""
+    versions, counts = np.unique(lags, return_counts=True)
+    return {
+        "lag_mean": float(lags.mean()),
+        "lag_max": int(lags.max()),
+        "lag_histogram": {str(version): int(count) for version, count in zip(versions, counts)},
     }
 
 
@@ -148,7 +163,6 @@ def training(result: StepResult, clip_norm: float) -> dict[str, Any]:
         "loss": sums.pop("loss"),
         "grad_norm": result.grad_norm,
         "grad_clipped": float(result.grad_norm > clip_norm),
-        "clip_fraction": sums.pop("clipped", 0.0) / tokens,
         "effective_sample_fraction": effective_sample_fraction(
             sums["importance_weight"], sums.pop("importance_weight_squared"), int(tokens)
         ),

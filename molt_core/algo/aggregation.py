@@ -80,11 +80,9 @@ def _mean_of_means(label: torch.Tensor) -> torch.Tensor:
 
 
 AGGREGATIONS: dict[str, Callable[[RolloutTokens, AlgorithmConfig], torch.Tensor]] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "prompt_mean": prompt_mean,
-    "constant": constant,
+    function.__name__: function for function in (token_mean, sequence_mean, prompt_mean, constant)
 }
+"""By ``algorithm.aggregation``."""
 
 
 def weighted_rollouts(

@@ -73,7 +73,7 @@ def clipped(
     if config.dual_clip is None:
         return loss, metrics
     ceiling = torch.where(tokens.advantages < 0, -config.dual_clip * tokens.advantages, torch.inf)
-    return torch.minimum(loss, ceiling), {**metrics, "dual_clipped": loss > ceiling}
+    return torch.minimum(loss, ceiling), {**metrics, "dual_clip_fraction": loss > ceiling}
 
 
 @register_loss("gspo")
@@ -94,7 +94,11 @@ def _clipped_surrogate(
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     plain = r * tokens.advantages
     bounded = r.clamp(1 - config.clip_low, 1 + config.clip_high) * tokens.advantages
-    return -torch.minimum(plain, bounded), {"clipped": bounded < plain}
+    outside = bounded < plain
+    return -torch.minimum(plain, bounded), {
+        "clip_fraction": outside,
+        "clip_fraction_low": outside & (tokens.advantages < 0),
+    }
 
 
 @register_loss("cispo")
@@ -108,7 +112,7 @@ def cispo(
     """
     r = ratio(tokens.logprobs.detach(), tokens.proximal_logprobs)
     bound = 1 + config.clip_high
-    return -r.clamp(max=bound) * tokens.advantages * tokens.logprobs, {"clipped": r > bound}
+    return -r.clamp(max=bound) * tokens.advantages * tokens.logprobs, {"clip_fraction": r > bound}
 
 
 @register_loss("policy_gradient")
@@ -129,4 +133,4 @@ def value_loss(
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
     loss = torch.maximum((values - returns).square(), (near - returns).square()) / 2
-    return loss, {"value_clipped": (values - old_values).abs() > clip}
+    return loss, {"value_clip_fraction": (values - old_values).abs() > clip}

@@ -49,7 +49,8 @@ def test_clip_is_asymmetric_and_pessimistic():
     ratios, advantages, expected, indicator = zip(*cases)
     loss, metrics = clipped(loss_tokens(ratios, advantages), CONFIG)
     assert loss.tolist() == pytest.approx(list(expected))
-    assert metrics["clipped"].tolist() == list(indicator)
+    assert metrics["clip_fraction"].tolist() == list(indicator)
+    assert metrics["clip_fraction_low"].tolist() == [False] * 5 + [True]
 
 
 def test_clipped_gradient_is_minus_r_times_advantage_and_zero_where_clipped():
@@ -62,7 +63,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_gained_much():
     tokens = loss_tokens([2.0, 5.0, 5.0], [-2.0, -2.0, 2.0], requires_grad=True)
     loss, metrics = clipped(tokens, DUAL)
     assert loss.tolist() == pytest.approx([4.0, 6.0, -3.0])
-    assert metrics["dual_clipped"].tolist() == [False, True, False]
+    assert metrics["dual_clip_fraction"].tolist() == [False, True, False]
     assert gradient(clipped, tokens, DUAL) == pytest.approx([4.0, 0.0, 0.0])
 
 
@@ -71,7 +72,7 @@ def test_gspo_gives_every_token_of_a_rollout_the_geometric_mean_of_its_ratios():
     tokens = loss_tokens([2.0, 0.125, 1.2], [2.0, 2.0, -1.0], sequence=[0, 0, 1])
     loss, metrics = gspo(tokens, CONFIG)
     assert loss.tolist() == pytest.approx([-1.0, -1.0, 1.2])
-    assert metrics["clipped"].tolist() == [False, False, False]
+    assert metrics["clip_fraction"].tolist() == [False, False, False]
 
 
 def test_gspo_clips_a_rollout_as_a_whole():
@@ -79,7 +80,7 @@ def test_gspo_clips_a_rollout_as_a_whole():
     tokens = loss_tokens([4.0, 1.0], [1.0, 1.0], sequence=[0, 0], requires_grad=True)
     loss, metrics = gspo(tokens, CONFIG)
     assert loss.tolist() == pytest.approx([-1.5, -1.5])
-    assert metrics["clipped"].tolist() == [True, True]
+    assert metrics["clip_fraction"].tolist() == [True, True]
     assert gradient(gspo, tokens, CONFIG) == [0.0, 0.0]
 
 
@@ -96,7 +97,7 @@ def test_cispo_bounds_the_weight_and_never_cuts_the_gradient():
     assert loss.tolist() == pytest.approx(
         [2.0, 3.0 * (1 - math.log(2)), -0.5 * (1 + math.log(2)), -1.5 * (1 - math.log(4))]
     )
-    assert metrics["clipped"].tolist() == [False, True, False, True]
+    assert metrics["clip_fraction"].tolist() == [False, True, False, True]
     assert gradient(cispo, tokens, CONFIG) == pytest.approx([-2.0, -3.0, 0.5, 1.5])
 
 
@@ -196,7 +197,7 @@ def test_value_loss_takes_the_larger_error_of_the_value_and_the_clipped_one():
     values = torch.tensor([1.0, 1.0, 0.1])
     loss, metrics = value_loss(values, torch.zeros(3), torch.tensor([2.0, 0.0, 1.0]), 0.2)
     assert loss.tolist() == pytest.approx([1.62, 0.5, 0.405])
-    assert metrics["value_clipped"].tolist() == [True, True, False]
+    assert metrics["value_clip_fraction"].tolist() == [True, True, False]
 
 
 def test_value_loss_gradient_matches_finite_differences():

@@ -1,0 +1,123 @@
+"""What a figure of the record is a mean over: tokens, rollouts, groups or segments, by numbers worked by hand."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from molt_core import metrics
+from molt_core.train.worker import ProbeResult, StepResult
+from molt_core.types import Batch, Group, Rollout, Trajectory
+from tests.molt_core.make import group, trajectory
+
+
+def step_result(**sums: float) -> StepResult:
+    base = {
+        "tokens": 10,
+        "tokens_forward": 40,
+        "tokens_kept": 8,
+        "loss": -0.5,
+        "importance_weight": 6.0,
+        "importance_weight_squared": 4.5,
+    }
+    return StepResult(base | sums, 2.0, True, 0.1, 0.2, 0.0, 1.0)
+
+
+def test_the_objective_s_figures_are_means_over_action_tokens():
+    found = metrics.training(
+        step_result(entropy=20.0, kl=0.5, clip_fraction=3.0, importance_ratio=11.0), clip_norm=1.0
+    )
+    assert found["entropy"] == 2.0
+    assert found["kl"] == 0.05
+    assert found["clip_fraction"] == 0.3
+    assert found["importance_ratio"] == 1.1
+    assert found["importance_weight"] == 0.6
+    # (sum w)^2 / (N sum w^2) = 36 / 45.
+    assert found["effective_sample_fraction"] == pytest.approx(0.8)
+
+
+def test_loss_norm_and_counts_are_no_means():
+    found = metrics.training(step_result(), clip_norm=3.0)
+    assert (found["loss"], found["grad_norm"], found["grad_clipped"]) == (-0.5, 2.0, 0.0)
+    assert (found["tokens_forward"], found["tokens_kept"], found["stepped"]) == (40, 8, 1)
+    assert metrics.training(step_result(), clip_norm=1.0)["grad_clipped"] == 1.0
+
+
+def test_a_loss_that_clips_nothing_records_no_clip_fraction():
+    assert not {k for k in metrics.training(step_result(), 1.0) if k.startswith("clip")}
+
+
+def test_lag_counts_action_tokens():
+    found = metrics.lag(np.array([0, 0, 0, 1, 2, 1]))
+    assert found == {
+        "lag_mean": pytest.approx(4 / 6),
+        "lag_max": 2,
+        "lag_histogram": {"0": 3, "1": 2, "2": 1},
+    }
+
+
+def test_lengths_are_per_rollout_and_per_segment():
+    # Rollouts of 2 + 1 and of 6 action tokens; segments of 4 + 2, 4 + 1 and 4 + 6 tokens.
+    rollouts = (
+        Rollout("a", (trajectory(actions=2), trajectory(actions=1)), 1.0),
+        Rollout("b", (trajectory(actions=6),), 1.0),
+    )
+    found = metrics.batch(Batch((Group("p", 0, rollouts, 9, 0), group(1)), version=0))
+    assert found["tokens_batch"] == 9 + 2 * 4
+    assert found["trained_tokens_max"] == 6
+    assert found["segments_mean"] == 5 / 4
+    assert found["context_tokens_mean"] == pytest.approx((6 + 5 + 10 + 8 + 8) / 5)
+    assert found["context_tokens_max"] == 10
+    assert found["groups_zero_variance"] == 1
+
+
+def test_tokens_across_a_refit_are_those_of_a_newer_version_than_their_segment_s_first():
+    row = trajectory(actions=3)
+    versions = row.versions.copy()
+    versions[-2:] = 1
+    torn = replace(group(0), rollouts=(Rollout("a", (replace(row, versions=versions),), 0.0),))
+    assert metrics.batch(Batch((torn,), 1))["tokens_across_refit"] == 2
+
+
+def truncated(row: Trajectory) -> Trajectory:
+    return replace(row, turns=(replace(row.turns[-1], finish_reason="length"),))
+
+
+def test_rewards_and_lengths_weigh_each_rollout_once_and_leave_out_the_failed():
+    # Three good rollouts: one of two segments (2 + 1 tokens, the last cut off), two of 3; one failed.
+    sums = metrics.RewardSums()
+    first = Rollout("a", (trajectory(actions=2), truncated(trajectory(actions=1))), 4.0)
+    sums.add(Group("p", 0, (first,), 3, 0))
+    sums.add(group(3, rewards=(1.0, 1.0)))
+    sums.add(group(0, rewards=(9.0,), status="agent_error"))
+    assert sums.take() == {
+        "reward_mean": 2.0,
+        "reward_std": pytest.approx(math.sqrt(3)),
+        "response_tokens_mean": 3.0,
+        "truncated_fraction": pytest.approx(1 / 3),
+        "rollouts": 3,
+    }
+    assert sums.take() == {}
+
+
+def test_the_probe_s_figures_are_over_tokens_that_are_not_tied():
+    found = metrics.probe(ProbeResult(np.array([0.0, 1e-6, 3e-6], np.float32), tied=5))
+    assert (found["mismatch_tokens"], found["tokens_router_tied"]) == (3, 5)
+    assert found["mismatch_mean"] == pytest.approx(4e-6 / 3)
+    assert found["mismatch_max"] == pytest.approx(3e-6)
+    assert metrics.probe(ProbeResult(np.zeros(0, np.float32), 2)) == {
+        "mismatch_tokens": 0,
+        "tokens_router_tied": 2,
+    }
+
+
+def test_a_held_out_item_that_failed_counts_as_reward_zero():
+    rollouts = [Rollout("a", (trajectory(),), 1.0), Rollout("b", (), 7.0, status="agent_error")]
+    found = metrics.evaluation(rollouts, seconds=2.0)
+    assert (found["eval_reward_mean"], found["eval_items"], found["eval_failed"]) == (0.5, 2, 1)
+    assert found["eval_reward_stderr"] == pytest.approx(0.5)
+
+
+def test_overlap_counts_a_moment_once_however_many_engines_decode():
+    assert metrics.overlap_s([(0, 4), (2, 6), (9, 20)], started=1.0, ended=10.0) == 6.0
