@@ -91,6 +91,14 @@ def count(root: str | Path, package: str, entry: str) -> Count:
     )
 
 
+def package_root(folder: Path, package: str) -> Path:
+    """Where a package lies in a checkout or in an unpacked wheel, which may keep it under ``NAME.data/purelib``."""
+    inside = sorted(folder.glob("*.data/purelib"))
+    if not (folder / package).is_dir() and inside and (inside[0] / package).is_dir():
+        return inside[0]
+    return folder
+
+
 def module_file(root: Path, name: str) -> Path | None:
     """The file of a dotted module name, None where it is not a module under ``root``."""
     path = root.joinpath(*name.split("."))
@@ -176,7 +184,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         found = count(
-            options.root, options.package, options.entry or f"{options.package}.train.__main__"
+            package_root(options.root, options.package),
+            options.package,
+            options.entry or f"{options.package}.train.__main__",
         )
     except ValueError as error:
         print(f"analysis.loc: {error}", file=sys.stderr)

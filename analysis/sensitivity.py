@@ -42,7 +42,7 @@ def check_endpoint(
     if endpoint.kind == "speed":
         learning = [e for e in pair.plan.primaries if e.kind == "learning" and e.threshold is None]
         checks += [_learned(pair, e, _values(pair, e)) for e in learning]
-    if endpoint.includes_waiting:
+    if endpoint.includes_waiting and pair.plan.switch is None:  # a switch may be about the waiting
         checks.append(_waiting(pair, endpoint))
     return tuple(checks)
 
