@@ -5,16 +5,15 @@
       layout: {tensor_parallel: 2, expert_parallel: 2, expert_tensor_parallel: 1}
 
 What this project adds to Megatron-Core is in ``megatron_model`` (vision, multimodal RoPE), ``megatron_weights`` (names, cuts),
-``megatron_layout`` (what is refused) and, without a GPU only, ``megatron_cpu``. The layers are those of Megatron's local
-specification on every device.
+``megatron_state`` (checkpoints), ``megatron_layout`` (what is refused) and, without a GPU only, ``megatron_cpu``. The layers
+are those of Megatron's local specification on every device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from harness.baselines.megatron_model import (
     check_supported,
     transformer_config,
 )
+from harness.baselines.megatron_state import OptimizerState
 from harness.baselines.megatron_weights import load_weights, weight_entries
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
@@ -103,7 +103,8 @@ class MegatronCoreBackend:
             self.model,
         )
         self.optimizer = self._build_optimizer(optimizer, dtype)
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._state = OptimizerState(self.optimizer.chained_optimizers)
+        self._checkpoint_group = dist.new_group(backend="gloo")
 
     def _build_optimizer(self, optimizer: OptimizerConfig, dtype: torch.dtype):
         config = MegatronOptimizerConfig(
@@ -172,41 +173,16 @@ class MegatronCoreBackend:
         for entry in self._entries:
             yield from zip(entry.names, entry.whole())
 
+    @torch.no_grad()
     def save(self, folder: Path) -> Future:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        state = {
-            "steps": self._steps,
-            # Copies: training goes on, and what a rank steps is a view of a buffer that holds the whole model.
-            "parameters": [[p.detach().clone() for p in g["params"]] for g in self._groups()],
-            "optimizers": [copy.deepcopy(part.optimizer.state_dict()) for part in self._parts()],
-        }
-        return self._writer.submit(torch.save, state, Path(folder) / _shard_name())
+        return self._state.save(self._entries, self._steps, folder, self._checkpoint_group)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Raises FileNotFoundError where ``folder`` was written by another number of ranks."""
-        state = torch.load(Path(folder) / _shard_name(), map_location=self.device)
-        self._steps = state["steps"]
-        for group, saved in zip(self._groups(), state["parameters"], strict=True):
-            for parameter, value in zip(group["params"], saved, strict=True):
-                parameter.copy_(value)
-        for part, saved in zip(self._parts(), state["optimizers"], strict=True):
-            part.optimizer.load_state_dict(saved)
-            part._copy_main_params_to_model_params()
+        self._steps = self._state.load(self._entries, folder)
         self.ddp.start_param_sync(force_sync=True)
-
-    def _parts(self) -> list:
-        """Megatron steps dense and expert parameters by an optimiser each."""
-        return self.optimizer.chained_optimizers
-
-    def _groups(self) -> list[dict]:
-        return self.optimizer.param_groups
 
 
 def group_weight_decay(group: dict, config: OptimizerConfig) -> float:
     """Megatron applies ``wd_mult`` in its own scheduler only; without this, norms and biases would be decayed too."""
     return config.weight_decay * group["wd_mult"]
-
-
-def _shard_name() -> str:
-    return f"rank{dist.get_rank()}-of-{dist.get_world_size()}.pt"

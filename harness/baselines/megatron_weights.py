@@ -1,13 +1,13 @@
 """Which Megatron parameter holds which Hugging Face tensor, both ways.
 
-An entry knows the Hugging Face names, this rank's parameters, and how they are cut; ``load`` cuts whole tensors into the
-parameters, ``whole`` gathers them again. Names, shapes and layouts on the Hugging Face side are those in memory: an expert's
-``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``.
+An entry knows the Hugging Face names, this rank's parameters, and how they are cut; ``parts`` cuts whole tensors into what
+belongs to each parameter, ``whole`` gathers them again: weights, or whatever else has a parameter's shape. Names, shapes and
+layouts on the Hugging Face side are those in memory: an expert's ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,15 +18,19 @@ from harness.baselines.megatron_layout import Cut, Cuts
 from harness.baselines.megatron_model import VisionLanguageModel
 
 Tensors = Mapping[str, torch.Tensor]
+Read = Callable[[nn.Parameter], torch.Tensor]
+"""A tensor of the parameter's shape: its value, or a moment of it."""
 
 
 class Entry(Protocol):
     names: tuple[str, ...]
 
-    def load(self, weights: Tensors) -> None: ...
+    def parts(self, tensors: Tensors) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """This rank's parameters, each with its part of ``tensors`` (by name)."""
+        ...
 
-    def whole(self) -> Iterator[torch.Tensor]:
-        """The tensors of ``names``, in that order. Collective."""
+    def whole(self, read: Read = torch.Tensor.detach) -> Iterator[torch.Tensor]:
+        """The tensors of ``names``, in that order, from what ``read`` gives of each parameter. Collective."""
         ...
 
 
@@ -39,12 +43,12 @@ class Same:
     cut: Cut | None = None
     dimension: int = 0
 
-    def load(self, weights: Tensors) -> None:
-        tensor = weights[self.names[0]]
-        self.parameter.copy_(self.cut.part(tensor, self.dimension) if self.cut else tensor)
+    def parts(self, tensors: Tensors) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        tensor = tensors[self.names[0]]
+        yield self.parameter, self.cut.part(tensor, self.dimension) if self.cut else tensor
 
-    def whole(self) -> Iterator[torch.Tensor]:
-        tensor = self.parameter.detach()
+    def whole(self, read: Read = torch.Tensor.detach) -> Iterator[torch.Tensor]:
+        tensor = read(self.parameter)
         yield self.cut.whole(tensor, self.dimension) if self.cut else tensor
 
 
@@ -63,15 +67,15 @@ class QKV:
     def _sizes(self) -> tuple[int, int, int]:
         return self.queries_per_group * self.head_dim, self.head_dim, self.head_dim
 
-    def load(self, weights: Tensors) -> None:
+    def parts(self, tensors: Tensors) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         by_group = [
-            weights[name].unflatten(0, (self.groups, size))
+            tensors[name].unflatten(0, (self.groups, size))
             for name, size in zip(self.names, self._sizes)
         ]
-        self.parameter.copy_(self.cut.part(torch.cat(by_group, 1).flatten(0, 1), 0))
+        yield self.parameter, self.cut.part(torch.cat(by_group, 1).flatten(0, 1), 0)
 
-    def whole(self) -> Iterator[torch.Tensor]:
-        fused = self.cut.whole(self.parameter.detach(), 0).unflatten(0, (self.groups, -1))
+    def whole(self, read: Read = torch.Tensor.detach) -> Iterator[torch.Tensor]:
+        fused = self.cut.whole(read(self.parameter), 0).unflatten(0, (self.groups, -1))
         for part in fused.split(self._sizes, 1):
             yield part.flatten(0, 1)
 
@@ -89,17 +93,17 @@ class Experts:
     dimension: int
     halves: int
 
-    def load(self, weights: Tensors) -> None:
-        own = self.cuts.expert.part(weights[self.names[0]], 0)
+    def parts(self, tensors: Tensors) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        own = self.cuts.expert.part(tensors[self.names[0]], 0)
         for parameter, expert in zip(self.parameters, own):
             halves = [
                 self.cuts.expert_tensor.part(half, self.dimension)
                 for half in expert.chunk(self.halves, self.dimension)
             ]
-            parameter.copy_(torch.cat(halves, self.dimension))
+            yield parameter, torch.cat(halves, self.dimension)
 
-    def whole(self) -> Iterator[torch.Tensor]:
-        own = torch.stack([parameter.detach() for parameter in self.parameters])
+    def whole(self, read: Read = torch.Tensor.detach) -> Iterator[torch.Tensor]:
+        own = torch.stack([read(parameter) for parameter in self.parameters])
         halves = [
             self.cuts.expert_tensor.whole(half, self.dimension + 1)
             for half in own.chunk(self.halves, self.dimension + 1)
@@ -166,4 +170,5 @@ def load_weights(entries: list[Entry], weights: Tensors) -> None:
             f"the checkpoint and the Megatron-Core model differ in their tensors: {sorted(names ^ set(weights))}"
         )
     for entry in entries:
-        entry.load(weights)
+        for parameter, part in entry.parts(weights):
+            parameter.copy_(part)

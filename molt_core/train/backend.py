@@ -75,14 +75,14 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, folder: Path) -> Future:
-        """Copy weights, optimiser state and schedule, and write the copy in the background.
+        """Copy weights, moments and step count, and write the copy in the background, in the one form of ``train/state.py``.
 
         The backend may step as soon as this returns; the future ends when this rank's part is on disk.
         """
         ...
 
     def load(self, folder: Path) -> None:
-        """Take over what ``save`` wrote: on the same layout the next step is the same, bit for bit."""
+        """Go on from what any backend saved in any layout; on the same one the next step is the same, bit for bit."""
         ...
 
 

@@ -50,7 +50,10 @@ def train(
     layouts: dict[str, dict[str, int]],
     out: Path,
 ) -> None:
-    """Three steps in every layout; what each rank saw goes to ``out/<layout>-<rank>.pt``."""
+    """Three steps in every layout; what each rank saw goes to ``out/<layout>-<rank>.pt``.
+
+    ``out/plain`` is a state that the plain trainer has saved before the last step.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
@@ -89,6 +92,9 @@ def train(
         interrupted.save(out / f"{name}-checkpoint").result()
         resumed.load(out / f"{name}-checkpoint")
         backend_step(resumed, micro_batches, denominator)
+        again = {n: w.clone() for n, w in resumed.named_weights()}
+        resumed.load(out / "plain")
+        backend_step(resumed, micro_batches, denominator)
         torch.save(
             {
                 "data": (backend.data_rank, backend.data_size),
@@ -97,7 +103,8 @@ def train(
                 "replayed": replayed,
                 "norms": norms,
                 "weights": weights,
-                "resumed": {n: w.clone() for n, w in resumed.named_weights()},
+                "resumed": again,
+                "from_plain": {n: w.clone() for n, w in resumed.named_weights()},
             },
             out / f"{name}-{rank}.pt",
         )

@@ -12,11 +12,13 @@ from molt_core.models.load import load_policy
 from molt_core.train.collate import collate
 from tests.harness.megatron_ranks import train
 from tests.harness.trainer_cases import (
+    assert_saved_form,
     free_port,
     largest_difference,
     oracle_logits,
     oracle_training,
     rescaled_checkpoint,
+    save_form,
     token_logprobs,
     trajectories,
     with_random_records,
@@ -54,11 +56,12 @@ def oracle(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def results(checkpoint, tmp_path_factory):
+def results(checkpoint, oracle, tmp_path_factory):
     """Layout to what each of its ranks saw; all layouts of a world size share one start of its processes."""
     out = tmp_path_factory.mktemp("ranks")
+    save_form(oracle.before_last, out / "plain")
     multiprocessing.set_forkserver_preload([train.__module__])  # Megatron is imported once
-    found = {}
+    found = {"out": out}
     for world_size, layouts in ((2, TWO_RANKS), (4, FOUR_RANKS)):
         arguments = (world_size, free_port(), checkpoint, MIXED, layouts, out)
         torch.multiprocessing.start_processes(
@@ -120,6 +123,16 @@ def test_data_ranks_share_the_rows_and_score_them_like_transformers(results, pol
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(results, layout):
     for rank in results[layout]:
         assert largest_difference(rank["resumed"], rank["weights"]) == 0
+
+
+@pytest.mark.distributed
+@every_layout
+def test_every_layout_saves_what_the_plain_trainer_holds_and_goes_on_from_it(
+    results, oracle, layout
+):
+    assert_saved_form(results["out"] / f"{layout}-checkpoint", oracle.before_last)
+    for rank in results[layout]:
+        assert largest_difference(rank["from_plain"], oracle.weights) < 5e-6
 
 
 @pytest.mark.parametrize(

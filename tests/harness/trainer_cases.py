@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy, save_policy
@@ -21,6 +22,7 @@ from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate, mrope_positions
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.split import split_rows, without_actions
+from molt_core.train.state import SavedState
 from molt_core.types import ImageInput, Trajectory, Turn
 
 MODEL = ModelConfig(builtin="tiny-qwen3-vl-moe")
@@ -213,11 +215,15 @@ def policy_gradient_loss(
 
 
 class Training(NamedTuple):
-    """What ``STEPS`` steps of one trainer gave: one loss and gradient norm a step, and the weights after the last."""
+    """What ``STEPS`` steps of one trainer gave: one loss and gradient norm a step, and the weights after the last.
+
+    before_last: what was to be saved before the last step (``saved_form``); the oracle's only.
+    """
 
     norms: list[float]
     weights: dict[str, torch.Tensor]
     losses: list[float]
+    before_last: dict[str, dict[str, torch.Tensor]] | None = None
 
 
 def oracle_training(checkpoint: Path, rows: list[Trajectory]) -> Training:
@@ -236,6 +242,7 @@ def oracle_training(checkpoint: Path, rows: list[Trajectory]) -> Training:
     batch = collate(rows, advantages(rows))
     norms, losses = [], []
     for _ in range(STEPS):
+        before_last = saved_form(policy, optimizer)
         logprobs = token_logprobs(oracle_logits(policy, rows), batch)
         loss = policy_gradient_loss(logprobs, batch, len(batch.action_ids))
         loss.backward()
@@ -243,7 +250,19 @@ def oracle_training(checkpoint: Path, rows: list[Trajectory]) -> Training:
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    return Training(norms, {name: p.detach() for name, p in policy.named_parameters()}, losses)
+    weights = {name: p.detach() for name, p in policy.named_parameters()}
+    return Training(norms, weights, losses, before_last)
+
+
+def saved_form(policy: torch.nn.Module, optimizer: torch.optim.AdamW) -> dict[str, dict]:
+    """A copy of weights and moments as every backend saves them, made without any of them."""
+    zero = torch.zeros(())
+    moments = {name: optimizer.state.get(p, {}) for name, p in policy.named_parameters()}
+    return {
+        "weights": {name: p.detach().clone() for name, p in policy.named_parameters()},
+        "first_moments": {n: held.get("exp_avg", zero).clone() for n, held in moments.items()},
+        "second_moments": {n: held.get("exp_avg_sq", zero).clone() for n, held in moments.items()},
+    }
 
 
 def share(rows: list[Trajectory], data_rank: int, data_size: int, trainer: TrainerConfig):
@@ -300,6 +319,24 @@ def largest_difference(
         for name in expected
         if dimensions is None or min(expected[name].dim(), 2) == dimensions
     )
+
+
+def assert_saved_form(folder: Path, expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    """The saved state in ``folder`` holds ``STEPS - 1`` steps and, to rounding, the tensors of ``expected``."""
+    saved = SavedState(folder)
+    assert saved.steps == STEPS - 1
+    assert saved.names == sorted(expected["weights"])
+    for kind, tensors in expected.items():
+        for name, tensor in tensors.items():
+            largest = float(tensor.abs().max())
+            difference = float((saved.tensor(kind, name) - tensor).abs().max())
+            assert difference <= 1e-5 + 1e-4 * largest, (kind, name, difference, largest)
+
+
+def save_form(form: dict[str, dict[str, torch.Tensor]], folder: Path) -> Path:
+    """Write ``form`` as a backend would, with ``STEPS - 1`` steps, by torch alone."""
+    dcp.save({**form, "steps": STEPS - 1}, checkpoint_id=folder, no_dist=True)
+    return folder
 
 
 def free_port() -> int:

@@ -17,6 +17,7 @@ from tests.harness.trainer_cases import (
     MODEL,
     OPTIMIZER,
     STEPS,
+    assert_saved_form,
     backend_logprobs,
     backend_step,
     backend_training,
@@ -27,6 +28,7 @@ from tests.harness.trainer_cases import (
     oracle_logits,
     oracle_training,
     rescaled_checkpoint,
+    save_form,
     share,
     token_logprobs,
     trajectories,
@@ -160,6 +162,18 @@ def test_one_rank_goes_on_from_two_and_two_from_one(checkpoint, two_ranks):
     assert largest_difference(found, results[0][1]) < 5e-6
     for _, weights, _, from_one in results:
         assert largest_difference(from_one, weights) < 5e-6
+
+
+def test_it_saves_what_the_plain_trainer_holds_and_goes_on_from_it(checkpoint, oracle, tmp_path):
+    backend = build(checkpoint)
+    step = (micro_batches(checkpoint, backend, 100), denominator(checkpoint))
+    for _ in range(STEPS - 1):
+        backend_step(backend, *step)
+    backend.save(tmp_path / "own").result()
+    assert_saved_form(tmp_path / "own", oracle.before_last)
+    backend.load(save_form(oracle.before_last, tmp_path / "plain"))
+    backend_step(backend, *step)
+    assert largest_difference(dict(backend.named_weights()), oracle.weights) < 5e-6
 
 
 def test_bfloat16_computes_near_float32_over_float32_weights(checkpoint):
