@@ -13,7 +13,7 @@ from typing import Any
 from harness.causes import told_by
 from harness.run_folder import RunFolder, read_json, tail_records, write_json
 
-EXIT_CONFIG, EXIT_JUDGED = 2, 3
+EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED = 2, 3, 4
 """Exit codes of the commands that say more than failure."""
 
 
@@ -107,6 +107,8 @@ def judge_exit(
         facts = read_json(attempt / "reason.json") or {}
         state, detail = facts.get("reason", "JUDGED"), facts.get("detail", said)
         return told_by(detail) or state, detail
+    if code == EXIT_STOPPED:
+        return "KILLED", "told to save and stop, it did; it goes on from there"
     if code == EXIT_CONFIG:
         return "CONFIG", f"exit code {code}: {said}"
     return told_by(said) or "FAILED", f"exit code {code}: {said}"

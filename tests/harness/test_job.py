@@ -114,6 +114,13 @@ def test_exit_code_two_is_a_bad_configuration(make_run, job_command):
     assert folder.end["reason"] == "CONFIG: exit code 2: config.yaml: lr: must be positive"
 
 
+def test_exit_code_four_is_a_run_that_saved_and_goes_on(make_run, job_command):
+    folder = make_run(body="sys.exit(4)")
+    work(job_command(folder))
+    assert folder.end["state"] == "KILLED" and "goes on from there" in folder.end["reason"]
+    assert folder.done is None
+
+
 def test_no_progress_is_a_hang_and_its_stacks_are_in_the_log(make_run, job_command):
     folder = make_run(body="def stuck():\n    time.sleep(600)\nstuck()\n", hang_after_s=1.0)
     work(job_command(folder))
