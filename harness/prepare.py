@@ -18,6 +18,8 @@ from harness.inputs import import_path, looks_like_path
 from harness.run_folder import RunFolder, edit_json, write_json
 from molt_core.config import RunConfig
 
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""A submit writes a thousand configurations: libyaml's own dumper where PyYAML was built with it."""
 FOLLOWS = ("resources", "needs", "command", "import_path", "inputs")
 """Keys of run.json outside the run's identity: limits, what it waits for, how it is started, where its inputs lie."""
 
@@ -109,7 +111,7 @@ def write_config(path: Path, config: RunConfig, base: Path) -> None:
     if config.model.path is not None:
         data["model"]["path"] = _local(config.model.path, base)
     data["algorithm"]["plugins"] = [_local(p, base) for p in config.algorithm.plugins]
-    text = yaml.safe_dump(data, sort_keys=False)
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
