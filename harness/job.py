@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness import fingerprints, inputs, requeue
+from harness import fingerprints, inputs, notify, requeue
 from harness.causes import kills_for_memory
 from harness.cluster import Cluster
 from harness.outcome import judge_exit, last_lines
@@ -355,6 +355,7 @@ def main(
                 raise typer.Exit(EX_TEMPFAIL) from error
             time.sleep(1.0)
     typer.echo(f"{run_dir.name}: {ending.state}{f': {ending.reason}' if ending.reason else ''}")
+    notify.after(RunFolder(run_dir.resolve()), goes_back=ending.goes_back)
     if ending.goes_back:
         cluster = requeue.profile(run_dir.parent)
         requeue.go_back(job_id, requeue.bad_nodes(run_dir.parent, cluster.bad_node_after))

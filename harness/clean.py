@@ -1,0 +1,98 @@
+"""Free disk:  python -m harness.clean [EXPERIMENT] [--keep N] [--dry-run] [--yes]
+
+Checkpoints beyond the newest N of each run go (of a run that is done, all but the newest), torn ones too. Nothing that a report
+reads is touched: records, attempts, plans stay. It shows what would go, with sizes, and asks first; a run at work is left as is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harness.run_folder import RunFolder, run_folders, scale_folders
+from molt_core.train.checkpoint import MARKER
+
+EXIT_DECLINED = 3
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that may go: its size in bytes, and why."""
+
+    path: Path
+    size: int
+    why: str
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def superfluous(folder: RunFolder, keep: int) -> Iterator[Item]:
+    """What of one run nobody needs any more."""
+    if folder.is_working():
+        return
+    done = folder.done is not None
+    found = sorted(path for path in (folder.path / "checkpoints").glob("step-*") if path.is_dir())
+    whole = [path for path in found if (path / MARKER).exists()]
+    kept = set(whole[-1:] if done else whole[-max(1, keep) :])
+    for path in found:
+        if path not in kept:
+            why = "an older checkpoint" if path in whole else "a torn checkpoint"
+            yield Item(path, size_of(path), why)
+    for draft in (folder.path / "checkpoints").glob(".step-*"):
+        yield Item(draft, size_of(draft), "a checkpoint that was never finished")
+
+
+def main(
+    experiment: Annotated[str | None, typer.Argument(help="name; all where left out")] = None,
+    scale: Annotated[str | None, typer.Option(help="only this scale")] = None,
+    keep: Annotated[
+        int, typer.Option(min=1, help="newest checkpoints kept of unfinished runs")
+    ] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show, remove nothing")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+) -> None:
+    """Remove old checkpoints, after asking.
+
+    Exit codes: 0 removed, or nothing to remove; 2 there is no such experiment; 3 declined.
+    """
+    try:
+        folders = [
+            run for folder in scale_folders(runs, experiment, scale) for run in run_folders(folder)
+        ]
+    except FileNotFoundError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    items = [item for folder in folders for item in superfluous(folder, keep)]
+    if not items:
+        typer.echo("Nothing to remove.")
+        return
+    shown = Table(box=None, pad_edge=False)
+    for column in ("MB", "what", "why"):
+        shown.add_column(column, justify="right" if column == "MB" else "left", overflow="fold")
+    for item in items:
+        shown.add_row(f"{item.size / 1e6:.1f}", str(item.path.relative_to(runs)), item.why)
+    Console().print(shown)
+    total = sum(item.size for item in items) / 1e9
+    if dry_run:
+        typer.echo(f"{total:.2f} GB would go. Dry run: nothing was removed.")
+        return
+    if not yes and not typer.confirm(f"Remove these {len(items)}, {total:.2f} GB?"):
+        typer.echo("Nothing was removed.")
+        raise typer.Exit(EXIT_DECLINED)
+    for item in items:
+        shutil.rmtree(item.path)
+    typer.echo(f"Removed {len(items)}, {total:.2f} GB.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

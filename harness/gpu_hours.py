@@ -1,0 +1,176 @@
+"""What an experiment has cost:  python -m harness.gpu_hours [EXPERIMENT] [--scale S]
+
+Device hours by arm, and where they went: steps that stand (in the record, and not done again later), steps done again after an
+interruption, and the rest (start-up, saving, evaluation outside a step, attempts that recorded nothing). Hours come from
+Slurm's accounting, requeues included; without it, from the attempts themselves. A run without devices counts CPU hours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harness.run_folder import RunFolder, read_json, run_folders, scale_folders
+from harness.scheduler import SlurmError, ask_slurm
+from harness.slurm import job_ids
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Device hours of an arm; ``stands`` + ``again`` + ``rest`` = ``total``."""
+
+    system: str
+    unit: str
+    runs: int
+    attempts: int
+    total: float
+    stands: float
+    again: float
+    source: str
+
+    @property
+    def rest(self) -> float:
+        return self.total - self.stands - self.again
+
+
+def allocations(ids: Iterable[str]) -> dict[str, tuple[float, int, int]]:
+    """Job id -> (seconds over all its requeues, GPUs, CPUs), from sacct; {} where nothing is accounted for."""
+    arrays = sorted({job_id.partition("_")[0] for job_id in ids}, key=int)
+    if not arrays:
+        return {}
+    columns = "--format=JobID,ElapsedRaw,AllocTRES"
+    command = ["sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", columns]
+    try:
+        return parse_allocations(ask_slurm(*command, f"--jobs={','.join(arrays)}"))
+    except (SlurmError, FileNotFoundError):
+        return {}  # no accounting here; the attempts know their own times
+
+
+def parse_allocations(text: str) -> dict[str, tuple[float, int, int]]:
+    """Lines of ``JobID|ElapsedRaw|AllocTRES``; a job that was requeued has several."""
+    found: dict[str, tuple[float, int, int]] = {}
+    for line in text.splitlines():
+        job_id, elapsed, resources = line.split("|", 2)
+        gpus = re.search(r"gres/gpu=(\d+)", resources)
+        cpus = re.search(r"\bcpu=(\d+)", resources)
+        before = found.get(job_id, (0.0, 0, 0))
+        found[job_id] = (
+            before[0] + float(elapsed or 0),
+            max(before[1], int(gpus.group(1)) if gpus else 0),
+            max(before[2], int(cpus.group(1)) if cpus else 0),
+        )
+    return found
+
+
+def split_steps(metrics: Path) -> tuple[float, float]:
+    """(seconds of steps that stand, seconds of steps that a later attempt did again)."""
+    standing: dict[int, tuple[int, float]] = {}
+    again = 0.0
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        record = json.loads(line)
+        if "wall_s" not in record:
+            continue
+        step = record["step"]
+        if step in standing:
+            again += standing[step][1]
+        standing[step] = (record.get("attempt", 1), record["wall_s"])
+    return sum(wall for _, wall in standing.values()), again
+
+
+def costs(scale_folder: Path) -> list[Cost]:
+    """One row an arm, warm-up and conformance among them, in the order of names."""
+    ids = job_ids(scale_folder)
+    accounted = allocations(ids.values())
+    by_system: dict[str, list[RunFolder]] = {}
+    for folder in run_folders(scale_folder):
+        by_system.setdefault(folder.run["system"], []).append(folder)
+    return [_cost(system, runs, ids, accounted) for system, runs in sorted(by_system.items())]
+
+
+def _cost(
+    system: str,
+    runs: list[RunFolder],
+    ids: dict[str, str],
+    accounted: dict[str, tuple[float, int, int]],
+) -> Cost:
+    total = stands = again = 0.0
+    unit, source, attempts = "CPU h", "attempts", 0
+    for folder in runs:
+        asked = folder.run["resources"]
+        nodes = asked.get("nodes", 1)
+        devices = nodes * asked.get("devices_per_node", 0)
+        seconds, gpus, cpus = accounted.get(ids.get(folder.name, ""), (None, 0, 0))
+        if seconds is None:
+            ends = [read_json(attempt / "end.json") or {} for attempt in folder.attempts]
+            seconds = sum(end.get("duration_s", 0.0) for end in ends)
+        else:
+            source = "sacct"
+        unit = "GPU h" if gpus or devices else "CPU h"
+        width = gpus or devices or cpus or nodes * asked.get("cpus_per_node", 1)
+        kept, repeated = split_steps(folder.metrics)
+        total += seconds * width / 3600
+        stands += kept * width / 3600
+        again += repeated * width / 3600
+        attempts += len(folder.attempts)
+    return Cost(system, unit, len(runs), attempts, total, stands, again, source)
+
+
+def table(rows: list[Cost], title: str) -> Table:
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in (
+        "arm",
+        "runs",
+        "attempts",
+        "hours",
+        "steps that stand",
+        "done again",
+        "rest",
+        "",
+    ):
+        shown.add_column(column, justify="left" if column in ("arm", "") else "right", no_wrap=True)
+    for row in rows:
+        parts = (row.total, row.stands, row.again, row.rest)
+        shown.add_row(
+            row.system,
+            str(row.runs),
+            str(row.attempts),
+            *(f"{value:.2f}" for value in parts),
+            f"{row.unit}, {row.source}",
+        )
+    return shown
+
+
+def main(
+    experiment: Annotated[str | None, typer.Argument(help="name; all where left out")] = None,
+    scale: Annotated[str | None, typer.Option(help="only this scale")] = None,
+    runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="for machines, on stdout")] = False,
+) -> None:
+    """Device hours by arm, and how many of them were lost work.
+
+    Exit codes: 0 shown; 2 there is no such experiment.
+    """
+    try:
+        folders = scale_folders(runs, experiment, scale)
+    except FileNotFoundError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    found = {f"{folder.parent.name}/{folder.name}": costs(folder) for folder in folders}
+    if as_json:
+        rows = {n: [asdict(c) | {"rest": c.rest} for c in all_] for n, all_ in found.items()}
+        print(json.dumps(rows))
+        return
+    for name, rows in found.items():
+        Console().print(table(rows, name))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,57 @@
+"""What may go, and that nothing goes unasked."""
+
+from __future__ import annotations
+
+import typer
+from typer.testing import CliRunner
+
+from harness import clean
+from harness.run_folder import hold, write_json
+from molt_core.train.checkpoint import MARKER
+
+
+def checkpoints(folder, *steps: int, torn: int | None = None):
+    for step in steps:
+        path = folder.path / "checkpoints" / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        (path / "shard").write_bytes(b"x" * 100)
+        if step != torn:
+            (path / MARKER).write_text("{}")
+
+
+def names(folder, keep: int = 1) -> list[str]:
+    return [item.path.name[-2:] for item in clean.superfluous(folder, keep)]
+
+
+def test_the_newest_whole_checkpoints_are_kept_and_a_torn_one_is_none(make_run):
+    folder = make_run()
+    checkpoints(folder, 10, 20, 30, 40, torn=40)
+    assert names(folder, keep=2) == ["10", "40"]
+
+
+def test_of_a_run_that_is_done_one_checkpoint_stays(make_run):
+    folder = make_run()
+    checkpoints(folder, 10, 20, 30)
+    write_json(folder.path / "done.json", {"attempt": 1})
+    assert names(folder, keep=3) == ["10", "20"]
+
+
+def test_a_run_at_work_is_left_alone(make_run):
+    folder = make_run()
+    checkpoints(folder, 10, 20)
+    with hold(folder.lock):
+        assert names(folder) == []
+
+
+def test_nothing_goes_without_a_yes(make_run):
+    folder = make_run()
+    checkpoints(folder, 10, 20)
+    write_json(folder.path.parent / "queue.json", {"order": [folder.name], "work": {}})
+    app = typer.Typer()
+    app.command()(clean.main)
+    arguments = ["--runs", str(folder.path.parents[2])]
+    declined = CliRunner().invoke(app, arguments, input="n\n")
+    assert declined.exit_code == clean.EXIT_DECLINED and names(folder) == ["10"]
+    agreed = CliRunner().invoke(app, arguments, input="y\n")
+    assert agreed.exit_code == 0 and names(folder) == []
+    assert (folder.path / "checkpoints" / "step-00000020").is_dir()
