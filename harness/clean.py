@@ -1,7 +1,7 @@
 """Free disk:  python -m harness.clean [EXPERIMENT] [--keep N] [--dry-run] [--yes]
 
 Checkpoints beyond the newest N of each run go (of a run that is done, all but the newest), torn ones too. Nothing that a report
-reads is touched: records, attempts, plans stay. It shows what would go, with sizes, and asks first; a run at work is left as is.
+reads is touched: records, attempts, plans stay. It shows what would go, with sizes, and asks first; a run at work is left.
 """
 
 from __future__ import annotations
