@@ -45,7 +45,7 @@ def timeline(experiment: Experiment) -> str:
                 label = f"{run.system}{', noise floor' if kind else ''}"
                 axes.barh(
                     row, width / seconds, left=start, height=0.7, lw=0.8, edgecolor=EDGE,
-                    color=ARM_COLOURS[index], alpha=0.25 if kind else 0.75, hatch=HATCHES[index],
+                    facecolor=(ARM_COLOURS[index], 0.25 if kind else 0.8), hatch=HATCHES[index],
                     label=None if label in seen else label,
                 )  # fmt: skip
                 seen.add(label)
