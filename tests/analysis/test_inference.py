@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from analysis.inference import NoInference, compare_samples, mean_interval, stand_in_sample
+from analysis.inference import (
+    NoInference,
+    Verdict,
+    compare_samples,
+    mean_interval,
+    stand_in_sample,
+)
 
 # Seconds a step of two stacks, n = 3 each, as published with their claim of parity: mean and SD.
 LEAN, HEAVY = (119.4, 2.3, 3), (109.5, 10.3, 3)
@@ -60,6 +66,39 @@ def test_welch_on_the_sleep_data():
     assert (comparison.ci_low, comparison.ci_high) == pytest.approx(
         (-3.3654832, 0.2054832), abs=1e-6
     )
+
+
+def test_tost_of_a_published_replication():
+    """Moery and Calin-Jageman 2016, study 2, as worked in the TOSTER package's example: 5.25 (0.95, n = 95) against 5.22
+    (0.83, n = 89) within 0.384: t(182) = -2.69, p = 0.004, and no significant difference."""
+    comparison = compare_samples(
+        stand_in_sample(5.25, 0.95, 95), stand_in_sample(5.22, 0.83, 89), margin=0.384
+    )
+    assert comparison.p_equivalence == pytest.approx(0.004, abs=5e-4)
+    assert stats.t.isf(comparison.p_equivalence, comparison.df) == pytest.approx(2.69, abs=0.01)
+    assert comparison.verdict == Verdict.EQUIVALENT and comparison.p_difference > 0.05
+
+
+def test_pairs_with_a_log_ratio_by_hand():
+    """Ratios 2, 2.2, 1.8 of pairs: the estimate is their geometric mean, the interval a one-sample t on their logs."""
+    ours, theirs = [2.0, 4.4, 5.4], [1.0, 2.0, 3.0]
+    comparison = compare_samples(ours, theirs, margin=0.1, scale="ratio", paired=True)
+    logs = np.log([2.0, 2.2, 1.8])
+    half = stats.t.ppf(0.975, 2) * logs.std(ddof=1) / math.sqrt(3)
+    assert comparison.estimate == pytest.approx(math.exp(logs.mean()))
+    assert comparison.ci_high == pytest.approx(math.exp(logs.mean() + half))
+    assert comparison.spread_of_differences == pytest.approx(logs.std(ddof=1))
+
+
+def test_paired_differences_without_spread_are_refused():
+    with pytest.raises(NoInference, match="all paired differences are equal"):
+        compare_samples([1.1, 2.1, 3.1], [1.0, 2.0, 3.0], margin=0.5, paired=True)
+
+
+def test_an_equivalence_with_a_resolved_difference_says_both():
+    comparison = compare_samples([1.30, 1.31, 1.29, 1.305], [1.0, 1.01, 0.99, 1.005], margin=0.5)
+    assert comparison.verdict == Verdict.EQUIVALENT
+    assert "the difference is resolved" in str(comparison)
 
 
 def test_the_tost_decision_and_the_90_percent_interval_agree():
