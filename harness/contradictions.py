@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.spec import ExperimentFile, Resources, Scale
 
 NAME = re.compile(r"^[a-z][a-z0-9_]*$")
-RESERVED = ("warmup", "conformance", "report", "control", "repeat")
+RESERVED = ("warmup", "conformance", "canary", "report", "control", "repeat")
 """Names of folders beside the runs, which no system may take."""
 SWITCHABLE = ("engine", "optimizer", "algorithm", "rollout", "loop")
 """Sections whose fields may be an experiment's switch: what is learned from, and how it is measured, stay shared."""

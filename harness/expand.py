@@ -20,7 +20,7 @@ from harness.inputs import Input, hashes, protocol_inputs, trainer_inputs
 from harness.spec import Experiment, Resources, Scale
 from molt_core.config import RunConfig, TrainerConfig
 
-Kind = Literal["warmup", "conformance", "train"]
+Kind = Literal["warmup", "conformance", "canary", "train"]
 Purpose = Literal["replicate", "control", "repeat"]
 WARMUP_SECTIONS = ("model", "task", "warmup")
 """What the warm-up's result depends on."""

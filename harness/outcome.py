@@ -24,9 +24,8 @@ class Unfinished(RuntimeError):
 def product(folder: RunFolder) -> dict[str, Any]:
     """Check that what the run was for exists; returns what ``done.json`` says of it. Raises Unfinished."""
     run = folder.run
-    return {"train": _trained, "warmup": _warmed_up, "conformance": _conforms}[run["kind"]](
-        folder, run
-    )
+    made = {"warmup": _warmed_up, "conformance": _conforms}.get(run["kind"], _trained)
+    return made(folder, run)
 
 
 def _trained(folder: RunFolder, run: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def command(expansion: Expansion, run: Run) -> list[str]:
             "{run}/config.yaml",
             *("--checkpoint", checkpoint, "--run-dir", "{run}", "--attempt", "{attempt}"),
         ],
-    }[run.kind]
+    }["train" if run.kind == "canary" else run.kind]
     return ["{python}", "-m", module, *arguments]
 
 

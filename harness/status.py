@@ -72,7 +72,7 @@ def read_status(
     attempts = folder.attempts
     beat = folder.heartbeat or {}
     about = dict(run=folder.name, kind=run["kind"], system=run["system"], seed=run["seed"])
-    if run["kind"] == "train":
+    if run["kind"] in ("train", "canary"):
         about["steps"] = run["config"]["loop"]["steps"]
     if attempts:
         about["attempt"] = int(attempts[-1].name)

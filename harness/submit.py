@@ -18,6 +18,7 @@ from rich.console import Console
 
 from analysis.plan import Plan, PlanError, freeze
 from harness import fingerprints, preflight, show
+from harness.canary import with_canaries
 from harness.causes import cause
 from harness.cluster import Cluster, choose_cluster
 from harness.expand import Expansion, Run, expand
@@ -106,6 +107,9 @@ def main(
     only: Annotated[
         str | None, typer.Option(help="runs whose name contains this, and what they need")
     ] = None,
+    canary: Annotated[
+        bool, typer.Option("--canary", help="a short run of each arm first; the rest waits for it")
+    ] = False,
     cluster: Annotated[
         str | None, typer.Option(help="profile of the Slurm cluster (slurm/clusters)")
     ] = None,
@@ -135,6 +139,8 @@ def main(
         target = choose_target(cluster, on_slurm, dry_run)
         name = choose_scale(experiment, scale, on_slurm)
         expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run)
+        if canary:
+            expansion = with_canaries(expansion)
         chosen = expansion.select(only)
         changed = changes(expansion)
     except (SpecError, ValidationError, ValueError, PlanError, SlurmError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from harness import scheduler
+from harness.canary import with_canaries
 from harness.run_folder import RunFolder
 from harness.slurm import live, refusal, refusals
 from harness.submit import submit
@@ -77,3 +78,14 @@ def test_slurm_caps_an_array_at_its_highest_index():
     assert scheduler.configuration()["MaxArraySize"] == "1001"
     assert refusal(script.format("0-1000")) == ""
     assert "Invalid job array" in refusal(script.format("0-1001"))
+
+
+def test_a_canary_that_fails_keeps_the_others_from_starting(light, tmp_path):
+    """A stand-in that works for the replicates and not for what is short."""
+    body = "sys.exit(1) if steps == 3 else None\nfor step in range(1, steps + 1): record(step)\n"
+    expansion = with_canaries(light(train=body))
+    send(expansion)
+    found = settled(expansion)
+    kinds = {r.name: r.kind for r in expansion.runs}
+    assert {found[name] for name, kind in kinds.items() if kind == "canary"} == {"FAILED"}
+    assert {found[name] for name, kind in kinds.items() if kind == "train"} == {"BLOCKED"}

@@ -1,0 +1,55 @@
+"""One short run of each arm before the rest is released:  python -m harness.submit FILE --canary
+
+A canary is its arm's first replicate cut to a few steps, an evaluation and a checkpoint included: it shows in minutes what would
+have failed in each of a hundred runs. It is a run of its own (``canary-<arm>-<hash>``), no replicate, and no analysis reads it.
+The others need it: a canary that fails keeps them from starting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.expand import Expansion, Run
+from harness.identity import digest
+
+STEPS = 3
+
+
+def with_canaries(expansion: Expansion) -> Expansion:
+    """The same experiment with a canary of each arm, which all training runs wait for."""
+    canaries = [_canary(run) for run in _firsts(expansion)]
+    names = tuple(run.name for run in canaries)
+    before = [run for run in expansion.runs if run.kind != "train"]
+    after = [replace(run, needs=(*run.needs, *names)) for run in expansion.trained]
+    return replace(expansion, runs=(*before, *canaries, *after))
+
+
+def _firsts(expansion: Expansion) -> list[Run]:
+    firsts: dict[str, Run] = {}
+    for run in expansion.replicates:
+        firsts.setdefault(run.system, run)
+    return list(firsts.values())
+
+
+def _canary(run: Run) -> Run:
+    steps = min(STEPS, run.config.loop.steps)
+    config = run.config.model_copy(
+        update={
+            "loop": run.config.loop.model_copy(update={"steps": steps}),
+            "evaluation": run.config.evaluation.model_copy(update={"every": steps}),
+            "checkpoint": run.config.checkpoint.model_copy(
+                update={"every_steps": steps, "keep_best": None}
+            ),
+        }
+    )
+    identity = digest(["canary", run.identity, steps])
+    name = f"canary-{run.system}-{identity[:8]}"
+    return replace(
+        run,
+        name=name,
+        kind="canary",
+        system="canary",
+        role="canary",
+        identity=identity,
+        config=config,
+    )
