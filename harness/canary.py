@@ -1,6 +1,6 @@
 """One short run of each arm before the rest is released:  python -m harness.submit FILE --canary
 
-A canary is its arm's first replicate cut to a few steps, an evaluation and a checkpoint included: it shows in minutes what would
+A canary is its arm's first replicate cut to a few steps, an evaluation and a checkpoint included: it shows soon what would
 have failed in each of a hundred runs. It is a run of its own (``canary-<arm>-<hash>``), no replicate, and no analysis reads it.
 The others need it: a canary that fails keeps them from starting.
 """
