@@ -3,9 +3,11 @@
 import asyncio
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
+import molt_core
 from molt_core.agents.base import Result
 from molt_core.config import RunConfig
 from molt_core.data import prompt_source
@@ -65,6 +67,23 @@ def test_one_record_a_step_and_an_initial_one(records):
     assert [record["policy_version"] for record in records[1:]] == list(range(1, STEPS + 1))
 
 
+def test_the_record_is_what_its_documentation_says(records):
+    table = documented_fields()
+    for record in records:
+        assert set(record) <= set(table), "a recorded field is not in molt_core/README.md"
+    for record in records[1:]:
+        assert {name for name, when in table.items() if when == "every step"} <= set(record)
+
+
+def documented_fields() -> dict[str, str]:
+    """Field -> when it is recorded, from the table of molt_core/README.md."""
+    text = (Path(molt_core.__file__).parent / "README.md").read_text()
+    _, _, table = text.partition("## The record of a step")
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| `")]
+    assert all(len(row) == 7 for row in rows)
+    return {row[1].strip(" `"): row[4].strip() for row in rows}
+
+
 def test_books_close_at_every_step_and_the_failing_agent_is_counted(records):
     for record in records[1:]:
         for unit in ("tokens", "groups"):
@@ -115,6 +134,7 @@ def test_synchronous_training_with_two_engines_and_two_ranks(
         loop={"steps": 2, "max_staleness": 0},
         engine={"count": 2, "max_sequences": 64, "kv_cache_blocks": 256},
         trainer={"world_size": 2, "micro_batch_rows": 5},
+        algorithm={"loss": "gspo", "aggregation": "sequence_mean", "kl": {"coef": 0.01}},
         probe={"doubt_above": 0},
     )
     synchronous = run_loop(config, tiny_checkpoint, tmp_path)
@@ -126,6 +146,8 @@ def test_synchronous_training_with_two_engines_and_two_ranks(
     assert sum(record["tokens_across_refit"] for record in synchronous[1:]) == 0
     assert max(record["mismatch_max"] for record in synchronous) <= 1e-3
     assert [record["policy_version"] for record in synchronous[1:]] == [1, 2]
+    # The reference is the initial policy: 0 at the first step if every row got its own log-probabilities back, not later.
+    assert abs(synchronous[1]["kl_reference"]) < 1e-9 < 1e-6 < synchronous[2]["kl_reference"]
     # Same seed, so the same prompts in the same order, whatever the layout and the schedule.
     for step in (1, 2):
         assert synchronous[step]["prompts_fingerprint"] == records[step]["prompts_fingerprint"]

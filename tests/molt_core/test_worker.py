@@ -1,7 +1,8 @@
 """One trainer rank on the built-in policy, without engine or Ray: what is stepped on, what is not, and what stays frozen."""
 
 import math
-import textwrap
+import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import molt_core
 from molt_core.algo.aggregation import WeightedRollout, weighted_rollouts
+from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig
 from molt_core.train.objective import row_logprobs
 from molt_core.train.split import shares
@@ -83,6 +86,22 @@ def frozen(rank: TrainerRank, batch: Batch) -> dict[str, np.ndarray]:
 
 def rollouts_of(rank: TrainerRank, batch: Batch) -> list[WeightedRollout]:
     return weighted_rollouts(batch, rank.config.algorithm, frozen(rank, batch))
+
+
+def score_of(rank: TrainerRank, batch: Batch) -> np.ndarray:
+    rows = [segment for group in batch.groups for segment in group.segments]
+    return np.concatenate(row_logprobs(rank.backend, rows, rank.distribution))
+
+
+def python_blocks() -> list[str]:
+    """The code that molt_core/README.md shows: what it says must run."""
+    text = (Path(molt_core.__file__).parent / "README.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def write(file: Path, text: str) -> str:
+    file.write_text(text)
+    return str(file)
 
 
 def step(rank: TrainerRank, rollouts: list[WeightedRollout]):
@@ -178,37 +197,24 @@ def test_on_policy_distillation_moves_the_policy_towards_its_teacher(
 def test_an_estimator_and_a_loss_from_one_outside_file_train_a_policy(
     start, tiny_checkpoint, tmp_path
 ):
-    plugin = tmp_path / "mine.py"
-    plugin.write_text(
-        textwrap.dedent(
-            '''
-            """Reward of the rollout above the median of the batch, and the likelihood of what was above it."""
-
-            import torch
-
-            from molt_core.algo.advantages import register_advantage
-            from molt_core.algo.losses import register_loss
-
-
-            @register_advantage("above_median")
-            def above_median(tokens, config):
-                return (tokens.reward > tokens.reward.median())[tokens.rollout].float()
-
-
-            @register_loss("likelihood_of_good")
-            def likelihood_of_good(tokens, config):
-                good = tokens.advantages > 0
-                return torch.where(good, -tokens.logprobs, 0.0), {"good_fraction": good}
-            '''
-        )
-    )
-    rank = start(
-        plugins=[str(plugin)], advantage="above_median", loss="likelihood_of_good", correction="off"
-    )
+    plugin = write(tmp_path / "mine.py", python_blocks()[0])
+    rank = start(plugins=[plugin], advantage="median_baseline", loss="half_down", correction="off")
     found = batch(tiny_checkpoint)
     rollouts = rollouts_of(rank, found)
+    # Rewards are 0 or 1 and groups have three rollouts: the median is the majority's reward.
+    assert {float(a) for r in rollouts for a in r.advantages} <= {-1.0, 0.0, 1.0}
+    down = sum(int((r.advantages < 0).sum()) for r in rollouts)
+    before = score_of(rank, found)
     results = [step(rank, rollouts) for _ in range(5)]
-    good = sum(r.action_tokens for r in found.rollouts if r.reward > 0)
-    assert 0 < good < found.action_tokens
-    assert results[0].sums["good_fraction"] == good
-    assert results[-1].sums["loss"] < results[0].sums["loss"] - 0.1
+    assert results[0].sums["pushed_down_fraction"] == down
+    assert all(result.stepped for result in results)
+    moved = score_of(rank, found) - before
+    assert float((moved * np.concatenate([r.advantages for r in rollouts])).sum()) > 0.1
+
+
+def test_the_documented_test_of_the_documented_estimator_passes(tmp_path):
+    plugin, test = python_blocks()
+    load_plugins([write(tmp_path / "mine.py", plugin)])
+    runpy.run_path(write(tmp_path / "test_mine.py", test))[
+        "test_the_baseline_is_the_group_s_median"
+    ]()
