@@ -176,10 +176,15 @@ def start_job(folder: RunFolder) -> subprocess.Popen:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=own_environment(),
+            env=_without_slurm(own_environment()),
             start_new_session=True,
             preexec_fn=lambda: signalled_when_parent_dies(signal.SIGTERM, queue),
         )
+
+
+def _without_slurm(environment: dict[str, str]) -> dict[str, str]:
+    """No variable of an allocation that the queue may work in: its job is not the run's, to be requeued with it."""
+    return {k: v for k, v in environment.items() if not k.startswith(("SLURM_", "SLURMD_"))}
 
 
 def take_cores(count: int) -> ExitStack | None:

@@ -1,7 +1,8 @@
 """Plan, check and start an experiment:  python -m harness.submit experiments/moe_vl.yaml [--wait] [--dry-run]
 
 Idempotent: what is done is not run again, what was interrupted goes on in its folder, what is new is started. On Slurm (where
-``sbatch`` is found) the runs become job arrays; elsewhere one queue works them on this machine, in the foreground with --wait.
+``sbatch`` is found) the runs become job arrays; elsewhere, and with --local, one queue works them on this machine, in the
+foreground with --wait.
 """
 
 from __future__ import annotations
@@ -113,6 +114,9 @@ def main(
     cluster: Annotated[
         str | None, typer.Option(help="profile of the Slurm cluster (slurm/clusters)")
     ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="work the runs here, also where there is Slurm")
+    ] = False,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
     tracking_uri: Annotated[
         str | None, typer.Option(help="MLflow store; default: mlflow.db beside the runs")
@@ -133,7 +137,7 @@ def main(
     Ctrl-C, and the same command goes on from there.
     """
     console = Console(stderr=as_json)
-    on_slurm = shutil.which("sbatch") is not None
+    on_slurm = shutil.which("sbatch") is not None and not local
     try:
         experiment = load(file, base=Path.cwd())
         target = choose_target(cluster, on_slurm, dry_run)

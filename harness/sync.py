@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,12 @@ import typer
 
 from harness.processes import own_environment
 from harness.run_folder import Busy, hold, scale_folders
-from harness.status import at_work
+from harness.status import at_work, read_statuses
 
 FOLLOW_S = 5.0
 """Seconds between two looks."""
+ENDING_S, POLL_S = 30.0, 0.2
+"""How long jobs may take to end after their queue, and how often that is looked at."""
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "GIT_PYTHON_REFRESH": "quiet", "OMP_NUM_THREADS": "1"}
 
 
@@ -71,6 +74,17 @@ def end_follower(follower: subprocess.Popen) -> int:
     return follower.wait()
 
 
+def wait_for_jobs(folder: Path) -> None:
+    """Until no job of this machine works, at most ENDING_S: where a queue was killed outright its jobs are ending now, and a
+    last look before their end would leave them RUNNING in MLflow for ever. Slurm's jobs go on and are not waited for.
+    """
+    deadline = time.monotonic() + ENDING_S
+    while time.monotonic() < deadline and any(
+        status.state == "RUNNING" and status.job is None for status in read_statuses(folder)
+    ):
+        time.sleep(POLL_S)
+
+
 def _environment() -> dict[str, str]:
     return {**own_environment(), **QUIET}
 
@@ -113,6 +127,8 @@ def main(
                 written = tracker.sync()
                 while follow and (until_eof or at_work(folder)) and not stop.wait(FOLLOW_S):
                     written += tracker.sync()
+                if until_eof:
+                    wait_for_jobs(folder)
                 written += tracker.sync()
         except Busy as error:
             typer.echo(f"{folder}: another sync is at work: {error}")

@@ -21,7 +21,7 @@ from harness.processes import own_environment
 from harness.queue import Queue, ask, take_cores, withdraw
 from harness.run_folder import RunFolder, is_held, read_json, write_json
 from harness.spec import load
-from harness.status import queue_lock
+from harness.status import queue_lock, read_status
 from harness.submit import changes, choose_scale, sort_out, submit
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import is_alive, until
@@ -257,6 +257,16 @@ def test_a_scale_that_does_not_fit_here_is_refused_with_the_way_out(tmp_path, mo
     assert "no Slurm here" in shown and "--scale here" in shown
 
 
+def test_local_works_the_runs_here_where_there_is_slurm(tmp_path, monkeypatch):
+    monkeypatch.setattr(submit_module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(submit_module, "run_here", lambda *_: 0)
+    monkeypatch.setattr(submit_module.preflight, "problems", lambda *_, **__: [])
+    arguments = [str(write(tmp_path)), "--scale", "here", "--runs", str(tmp_path / "runs")]
+    code, shown = command_line(*arguments, "--local")
+    assert code == 0, shown
+    assert "6 to run" in shown
+
+
 def test_the_default_scale_is_for_machines_without_slurm(tmp_path):
     experiment = load(write(tmp_path))
     assert choose_scale(experiment, None, cluster=False) == "here"
@@ -346,6 +356,17 @@ def test_cores_are_the_same_whatever_a_shell_calls_its_temporary_folder(monkeypa
         assert take_cores(1) is None
     with take_cores(1000) as held:  # a process that ends gives its cores back
         assert held is not None
+
+
+def test_a_queue_inside_an_allocation_hides_it_from_its_runs(make_run, monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURMD_NODENAME"):
+        monkeypatch.setenv(name, "7")
+    folder = make_run(body="print([k for k in os.environ if k.startswith('SLURM')])" + TRAIN)
+    ask(in_scale(folder), [folder.name], [folder.name])
+    Queue(in_scale(folder)).work()
+    assert folder.done is not None
+    assert (folder.attempts[0] / "output.log").read_text().splitlines()[0] == "[]"
+    assert read_status(folder).job is None
 
 
 def test_a_run_is_attempted_once_for_each_time_it_is_asked_for(make_run):

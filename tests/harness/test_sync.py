@@ -11,12 +11,14 @@ import time
 import pytest
 from mlflow import MlflowClient
 
+from harness.processes import own_environment
 from harness.queue import Queue, ask
-from harness.run_folder import RunFolder, hold, write_json
+from harness.run_folder import RunFolder, hold, is_held, write_json
 from harness.status import queue_lock
 from harness.sync import default_uri, ensure_store
 from harness.tracking import Tracker, key_of, new_records, points
 from tests.harness.conftest import TRAIN
+from tests.harness.test_job import until
 
 pytestmark = pytest.mark.usefixtures("own_cores")
 
@@ -268,6 +270,37 @@ def test_the_queue_keeps_mlflow_current_until_the_end(store, planned):
     assert history(store, folder, "reward_mean") == [(1, 1 / 3), (2, 2 / 3), (3, 1.0)]
     parent = MlflowClient(store).get_run(run.data.tags["mlflow.parentRunId"])
     assert parent.info.status == "FINISHED"
+
+
+SLOW_TO_END = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), os._exit(1)))
+beat("training", 1)
+(run / "pid").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_a_queue_killed_outright_leaves_no_run_running_in_mlflow(store, planned):
+    folder = planned(body=SLOW_TO_END)
+    ask(folder.path.parent, [folder.name], [folder.name])
+    command = [sys.executable, "-m", "harness.queue", str(folder.path.parent)]
+    queue = subprocess.Popen([*command, "--tracking-uri", store], env=own_environment())
+    until((folder.path / "pid").exists)
+    until(lambda: is_held(folder.path.parent / "sync.lock"), 60)
+    until(lambda: child_status(store, folder) == "RUNNING", 60)
+    queue.kill()
+    queue.wait()
+    until(lambda: not is_held(folder.path.parent / "sync.lock"), 60)
+    assert child_status(store, folder) == "KILLED"
+
+
+def child_status(store: str, folder: RunFolder) -> str | None:
+    experiment = MlflowClient(store).get_experiment_by_name(folder.path.parents[1].name)
+    if experiment is None:
+        return None
+    found = MlflowClient(store).search_runs([experiment.experiment_id], "tags.kind = 'train'")
+    return found[0].info.status if found else None
 
 
 def test_the_command_line_syncs_and_follows_to_the_end(store, planned):
