@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CODE = ("molt_core", "harness/__init__.py", "harness/baselines", "harness/conformance.py")
 """What a run can import of this project, relative to ROOT."""
+TOOLS = ("molt_core", "harness", "analysis")
+"""What a job that waits in a queue imports, beside its run's code; no part of any identity."""
 
 MIB = 1 << 20
 SCHEMA = 1
@@ -62,16 +64,16 @@ def hash_path(path: Path, whole_up_to: int | None = None) -> str:
     return sha.hexdigest()
 
 
-def code_files(root: Path = ROOT) -> list[Path]:
-    """Relative paths of the files that a run can import: the working tree as it is, ignored files left out."""
+def code_files(root: Path = ROOT, code: tuple[str, ...] = CODE) -> list[Path]:
+    """Relative paths of the files below ``code``: the working tree as it is, ignored files left out."""
     listed = subprocess.run(
-        ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", *CODE],
+        ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", *code],
         capture_output=True,
     )
     if listed.returncode == 0:
         names = {Path(os.fsdecode(name)) for name in listed.stdout.split(b"\0") if name}
     else:  # an unpacked archive, or no git: the same files without git's ignore rules
-        found = [root / entry for entry in CODE]
+        found = [root / entry for entry in code]
         found += [file for entry in found if entry.is_dir() for file in entry.rglob("*")]
         names = {f.relative_to(root) for f in found if f.is_file() and "__pycache__" not in f.parts}
     return sorted(name for name in names if name.suffix != ".md" and (root / name).is_file())
@@ -85,13 +87,15 @@ class Snapshot:
     path: Path
 
 
-def take_snapshot(store: Path, root: Path = ROOT, write: bool = True) -> Snapshot:
-    """Copy the importable code to ``store/<hash16>``; with ``write`` False only tell where it would lie."""
-    contents = {str(name): (root / name).read_bytes() for name in code_files(root)}
+def take_snapshot(
+    store: Path, root: Path = ROOT, write: bool = True, code: tuple[str, ...] = CODE
+) -> Snapshot:
+    """Copy what lies below ``code`` to ``store/<hash16>``; with ``write`` False only tell where it would lie."""
+    contents = {str(name): (root / name).read_bytes() for name in code_files(root, code)}
     if not contents:
-        raise FileNotFoundError(f"{root}: no code found under {', '.join(CODE)}")
-    code = digest({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
-    target = store / code[:16]
+        raise FileNotFoundError(f"{root}: no code found under {', '.join(code)}")
+    print_ = digest({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+    target = store / print_[:16]
     if write and not target.is_dir():
         store.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(dir=store, prefix=".draft-"))
@@ -107,7 +111,7 @@ def take_snapshot(store: Path, root: Path = ROOT, write: bool = True) -> Snapsho
             shutil.rmtree(draft)
             if not target.is_dir():
                 raise
-    return Snapshot(code, target)
+    return Snapshot(print_, target)
 
 
 def run_identity(

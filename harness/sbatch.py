@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.cluster import Cluster
 from harness.expand import Run
-from harness.identity import ROOT, digest
+from harness.identity import digest
 from harness.run_folder import RunFolder
 from harness.spec import Resources
 
@@ -95,9 +95,11 @@ def parameters(
     cluster: Cluster,
     name: str,
     after: Mapping[str, str],
+    code: Path,
     exclude: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """submitit's parameters. ``after``: run -> job id of what must come first; ``exclude``: nodes to avoid.
+    """submitit's parameters. ``after``: run -> job id of what must come first; ``code``: where the job imports this harness
+    from; ``exclude``: nodes to avoid.
 
     The batch script runs on the first node alone (no srun): a run starts its own processes on the others.
     """
@@ -111,7 +113,7 @@ def parameters(
         "array_parallelism": array.parallel,
         "use_srun": False,
         "stderr_to_stdout": True,
-        "setup": setup_lines(cluster),
+        "setup": setup_lines(cluster, code),
     }
     given = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
     chosen |= {key: value for key, value in given.items() if value is not None}
@@ -135,9 +137,9 @@ def parameters(
     return {**chosen, "additional_parameters": more}
 
 
-def setup_lines(cluster: Cluster) -> list[str]:
+def setup_lines(cluster: Cluster, code: Path) -> list[str]:
     """Shell before the job: the profile's lines and variables, and where this harness is imported from."""
-    exports = {**cluster.environment, "PYTHONPATH": str(ROOT)}
+    exports = {**cluster.environment, "PYTHONPATH": str(code)}
     lines = [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
     lines[-1] += '"${PYTHONPATH:+:$PYTHONPATH}"'
     return [*cluster.setup, *lines]
@@ -148,6 +150,7 @@ def script(
     cluster: Cluster,
     name: str,
     after: Mapping[str, str],
+    code: Path,
     folder: Path,
     exclude: Sequence[str] = (),
 ) -> str:
@@ -158,7 +161,7 @@ def script(
         command=f"exec {shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}",
         folder=folder,
         map_count=len(array.runs),
-        **parameters(array, cluster, name, after, exclude),
+        **parameters(array, cluster, name, after, code, exclude),
     )
     removed = tuple(f"#SBATCH --{key}" for key, value in cluster.sbatch.items() if value is None)
     lines = [line for line in text.splitlines() if not _is_directive(line, removed)]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from harness.cluster import Cluster
 from harness.expand import Run
+from harness.identity import TOOLS, take_snapshot
 from harness.processes import own_environment
 from harness.requeue import bad_nodes
 from harness.run_folder import RunFolder, read_json, write_json
@@ -47,10 +48,11 @@ def planned_arrays(runs: Iterable[Run | Task], cluster: Cluster) -> list[Array]:
 def scripts(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) -> list[tuple[str, str]]:
     """(job name, batch script) of each array as it would be sent; jobs to come stand as ``<their name>``."""
     folder = folder.resolve()
+    code = take_snapshot(folder.parents[1] / ".code", write=False, code=TOOLS).path
     ids, found = job_ids(folder), []
     for array in planned_arrays(runs, cluster):
         name = job_name(array, folder, ids)
-        found.append((name, _script(array, cluster, name, ids, folder)))
+        found.append((name, _script(array, cluster, name, ids, folder, code)))
         ids |= {run.name: f"<{run.name}>" for run in array.runs}
     return found
 
@@ -63,10 +65,12 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
     folder = folder.resolve()
     ids = job_ids(folder)
     write_json(folder / "cluster.json", cluster.model_dump(mode="json"))  # for the jobs
+    # A job waits for hours: it works with what was submitted, not with what has been edited since.
+    code = take_snapshot(folder.parents[1] / ".code", code=TOOLS).path
     with outside_an_allocation():
         for array in planned_arrays(runs, cluster):
             name = job_name(array, folder, ids)
-            text = _script(array, cluster, name, ids, folder)
+            text = _script(array, cluster, name, ids, folder, code)
             job_id = send(text, name, [folder / run.name for run in array.runs], folder / "slurm")
             ids |= {run.name: f"{job_id}_{task}" for task, run in enumerate(array.runs)}
             write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
@@ -74,11 +78,13 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
     return ids
 
 
-def _script(array: Array, cluster: Cluster, name: str, ids: dict[str, str], folder: Path) -> str:
+def _script(
+    array: Array, cluster: Cluster, name: str, ids: dict[str, str], folder: Path, code: Path
+) -> str:
     pending = [need for need in array.needs if RunFolder(folder / need).done is None]
     after = {need: ids[need] for need in pending}
     avoid = bad_nodes(folder, cluster.bad_node_after)
-    return script(array, cluster, name, after, folder / "slurm", avoid)
+    return script(array, cluster, name, after, code, folder / "slurm", avoid)
 
 
 def send(text: str, name: str, run_dirs: Sequence[Path], logs: Path) -> str:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 
 def begin() -> None:
-    """Raises ImportError where this process did not import the run's copy of the code."""
+    """Raises SystemExit where this process did not import the run's copy of the code; ``site`` swallows anything less."""
     code, here = os.environ.get("MOLT_CODE"), Path(__file__).resolve()
     if code and not here.is_relative_to(Path(code).resolve()):
-        raise ImportError(
+        raise SystemExit(
             f"molt_core was imported from {here.parent}, and this run's code is {code}"
         )
     stacks = os.environ.get("MOLT_STACKS")

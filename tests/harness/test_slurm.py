@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_runs_of_a_kind_are_one_array_in_their_order(expansion):
 
 
 def test_time_is_rounded_up_to_whole_minutes(expansion):
-    assert parameters(arrays(expansion.runs, PLAIN)[0], PLAIN, "x", {})["time"] == 601
+    assert parameters(arrays(expansion.runs, PLAIN)[0], PLAIN, "x", {}, Path("code"))["time"] == 601
 
 
 def test_arrays_wait_for_what_they_need_and_die_with_it(lab, expansion):
@@ -239,7 +240,7 @@ def test_a_profile_sets_and_removes_any_directive(expansion):
     sbatch = {"nodes": None, "reservation": "friday", "exclusive": None}
     profile = Cluster(partition="gpu", account="me", gpus="gres", gpu_type="h100", sbatch=sbatch)
     array = arrays(expansion.runs, profile)[0]
-    lines = script(array, profile, "x", {}, expansion.folder).splitlines()
+    lines = script(array, profile, "x", {}, Path("code"), expansion.folder).splitlines()
     found = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")}
     assert {"partition=gpu", "account=me", "gres=gpu:h100:4", "reservation=friday"} <= found
     assert not any(line.startswith(("nodes", "exclusive", "gpus")) for line in found)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from harness import scheduler
 from harness.canary import with_canaries
 from harness.run_folder import RunFolder
-from harness.slurm import live, refusal, refusals
+from harness.slurm import job_ids, live, refusal, refusals
 from harness.submit import submit
 from tests.slurm.conftest import LOCAL, send, settled
 
@@ -89,3 +90,39 @@ def test_a_canary_that_fails_keeps_the_others_from_starting(light, tmp_path):
     kinds = {r.name: r.kind for r in expansion.runs}
     assert {found[name] for name, kind in kinds.items() if kind == "canary"} == {"FAILED"}
     assert {found[name] for name, kind in kinds.items() if kind == "train"} == {"BLOCKED"}
+
+
+def test_a_job_that_waited_works_with_what_was_submitted_and_not_with_later_edits(light, tmp_path):
+    """What a job and its run imported: copies beside the runs, and nothing of the working tree."""
+    body = """
+import molt_core
+(run / "imported").write_text(molt_core.__file__)
+for step in range(1, steps + 1): record(step)
+"""
+    expansion = light(train=body, seeds="[0]")
+    name = expansion.replicates[0].name
+    send(expansion, only=name)
+    assert settled(expansion)[name] == "DONE"
+    code = (tmp_path / "runs" / ".code").resolve()
+    imported = Path((expansion.folder / name / "imported").read_text())
+    assert imported.is_relative_to(code)
+    assert all(not file.stat().st_mode & 0o222 for file in code.rglob("*.py"))
+    (script,) = (expansion.folder / "slurm").glob(f"{job_ids(expansion.folder)[name][:-2]}.sh")
+    (line,) = [x for x in script.read_text().splitlines() if x.startswith("export PYTHONPATH=")]
+    assert Path(line.removeprefix("export PYTHONPATH=").partition('"')[0]).is_relative_to(code)
+
+
+def test_a_process_that_imported_other_code_ends_at_once(light):
+    body = """
+import subprocess
+stray = {**os.environ, "MOLT_CODE": "/elsewhere"}
+said = subprocess.run([sys.executable, "-c", "print('started')"], env=stray, capture_output=True, text=True)
+(run / "said").write_text(said.stdout + said.stderr)
+for step in range(1, steps + 1): record(step)
+"""
+    expansion = light(train=body, seeds="[0]")
+    name = expansion.replicates[0].name
+    send(expansion, only=name)
+    assert settled(expansion)[name] == "DONE"
+    said = (expansion.folder / name / "said").read_text()
+    assert "and this run's code is /elsewhere" in said and "started" not in said
