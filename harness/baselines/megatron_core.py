@@ -41,7 +41,7 @@ from harness.baselines.megatron_model import (
     transformer_config,
 )
 from harness.baselines.megatron_state import OptimizerState
-from harness.baselines.megatron_weights import load_weights, weight_entries
+from harness.baselines.megatron_weights import Same, load_weights, weight_entries
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
 from molt_core.train.backend import can_step
@@ -92,6 +92,8 @@ class MegatronCoreBackend:
             router.weight.requires_grad_(not optimizer.freeze_router)
         self._entries = weight_entries(self.model, text, cuts)
         load_weights(self._entries, dict(policy.named_parameters()))
+        whole = [entry for entry in self._entries if isinstance(entry, Same)]
+        self.frozen = frozenset(e.names[0] for e in whole if not e.parameter.requires_grad)
         self.ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
@@ -167,11 +169,14 @@ class MegatronCoreBackend:
         self.optimizer.zero_grad()
         return norm
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(
+        self, leave_out: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         # Stepped parts are gathered by the next forward, which may not have been yet.
         self.ddp.start_param_sync(force_sync=True)
         for entry in self._entries:
-            yield from zip(entry.names, entry.whole())
+            if not leave_out.issuperset(entry.names):
+                yield from zip(entry.names, entry.whole())
 
     @torch.no_grad()
     def save(self, folder: Path) -> Future:

@@ -70,7 +70,10 @@ class OptimizerState:
 
     def _read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         """This rank's whole parameter, or its moment, float32. Collective over the data-parallel group."""
-        part = self._part[parameter]
+        part = self._part.get(parameter)
+        if part is None:  # frozen, so in no optimiser and whole on every rank
+            weight = parameter.detach().float()
+            return weight if kind == WEIGHTS else torch.zeros_like(weight)
         whole = torch.zeros(parameter.numel(), device=parameter.device)
         if parameter in part.model_param_group_index_map:
             held = part._get_main_param_and_optimizer_states(parameter)
@@ -81,7 +84,10 @@ class OptimizerState:
         return whole.view(parameter.shape)
 
     def _write(self, parameter: nn.Parameter, values: dict[str, torch.Tensor], steps: int) -> None:
-        part = self._part[parameter]
+        part = self._part.get(parameter)
+        if part is None:
+            parameter.copy_(values[MEGATRON_NAMES[WEIGHTS]])
+            return
         if parameter not in part.model_param_group_index_map:
             return  # another data-parallel rank steps all of it
         place = part._get_model_param_range_map(parameter)["param"]

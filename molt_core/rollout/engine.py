@@ -21,6 +21,7 @@ import numpy as np
 
 import molt_core
 from molt_core.config import EngineConfig, ModelConfig
+from molt_core.rollout.refit import RefitError
 from molt_core.types import ContractError, ImageInput
 
 EXCLUDED_BIAS = -100.0
@@ -274,11 +275,17 @@ class Engine:
     async def receive(self, bucket: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(bucket)))
+        request = WeightTransferUpdateRequest(update_info=dict(bucket))
+        with _named_refit_error():
+            await self._llm.update_weights(request)
 
     async def resume(self, version: int) -> None:
-        """Commit the weights as ``version`` and go on; caches are recomputed under the new weights."""
-        await self._llm.finish_weight_update(weight_version=str(version))
+        """Commit the weights as ``version`` and go on; caches are recomputed under the new weights.
+
+        Raises RefitError where the engine holds other weights than were sent.
+        """
+        with _named_refit_error():
+            await self._llm.finish_weight_update(weight_version=str(version))
         self.version = version
         await self._llm.resume_generation()
 
@@ -292,6 +299,15 @@ class Engine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
+
+
+@contextmanager
+def _named_refit_error():
+    """What vLLM raises for a failed refit says no more than its text."""
+    try:
+        yield
+    except Exception as error:
+        raise RefitError(f"the engine could not take the weights: {error}") from error
 
 
 def _sampled(output) -> Sampled:

@@ -7,7 +7,8 @@ file and at most one bucket is whole anywhere. Dtypes stay what they were; names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors import safe_open
 BUCKET_BYTES = 256 * 2**20
 ALIGNMENT = 16
 CHECKSUM_WORDS = 2**24
+OUTPUT_LAYER = "lm_head.weight"
 
 
 class RefitError(RuntimeError):
@@ -45,12 +47,16 @@ class RefitReport:
 
 
 def checkpoint_names(folder: Path) -> frozenset[str]:
-    """Names of all tensors in a checkpoint folder: what a refit has to bring, no more and no less."""
+    """Names of the tensors in a checkpoint folder: what a refit has to bring, no more and no less.
+
+    An output layer that is tied to the embedding is the embedding, and comes once, also where the folder holds it twice.
+    """
     names: set[str] = set()
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             names.update(handle.keys())
-    return frozenset(names)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return frozenset(names - {OUTPUT_LAYER} if config.get("tie_word_embeddings") else names)
 
 
 def buckets(
@@ -91,6 +97,47 @@ def checksum(buffer: torch.Tensor) -> int:
         place = torch.arange(len(words), device=words.device) + start * CHECKSUM_WORDS
         total += int((words.to(torch.int64) * (place % 8191 + 1)).sum())
     return total
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What arrived under a name, to be found again in the engine."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksum: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Sent:
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        words = torch.cat([raw, raw.new_zeros(-raw.numel() % 4)])
+        return cls(tuple(tensor.shape), tensor.dtype, checksum(words))
+
+
+def check_kept(
+    sent: Mapping[str, Sent],
+    kept: Mapping[str, torch.Tensor],
+    engine_name: Callable[[str], str | None],
+) -> int:
+    """Compare each tensor with the engine's own, where it keeps it as it came; returns how many were compared.
+
+    Fused, packed and cut tensors have another name or shape in the engine and are left to the probe. Raises RefitError that
+    names a tensor which is not what was sent, or where nothing could be compared.
+    """
+    compared = 0
+    for name, expected in sent.items():
+        tensor = kept.get(engine_name(name))
+        if tensor is None or (tuple(tensor.shape), tensor.dtype) != (
+            expected.shape,
+            expected.dtype,
+        ):
+            continue
+        if Sent.of(tensor) != expected:
+            raise RefitError(f"{name}: the engine holds another tensor than was sent")
+        compared += 1
+    if sent and not compared:
+        raise RefitError(f"none of the {len(sent)} tensors sent is found in the engine")
+    return compared
 
 
 def join_group(

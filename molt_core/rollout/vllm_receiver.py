@@ -21,7 +21,16 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from molt_core.rollout.refit import RefitError, TensorSlot, broadcast, checksum, join_group, unpack
+from molt_core.rollout.refit import (
+    RefitError,
+    Sent,
+    TensorSlot,
+    broadcast,
+    check_kept,
+    checksum,
+    join_group,
+    unpack,
+)
 
 # It warns at every refit of modules that have no weights to load (rotary embeddings).
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -59,6 +68,7 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
         self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
+        self._sent: dict[str, Sent] = {}
         if self.device.type == "cpu":
             # vLLM 0.32 re-packs the experts for the CPU only where no kernel exists yet; without this the unpacked weights
             # land where packed ones are read, and every log-probability is silently wrong from the first refit on.
@@ -78,10 +88,13 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
             raise RefitError(
                 f"bucket {slots[0].name} .. {slots[-1].name} arrived with a wrong checksum"
             )
+        self._sent.update((name, Sent.of(tensor)) for name, tensor in unpack(slots, buffer))
         self.model.load_weights(unpack(slots, buffer))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        kept = dict(self.model.named_parameters())
+        check_kept(self._sent, kept, self.model.hf_to_vllm_mapper.map_name)
 
     def shutdown(self) -> None:
         self.group = None

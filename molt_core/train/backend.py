@@ -34,6 +34,8 @@ class TrainBackend(Protocol):
 
     data_rank: int
     """This rank's place among the ranks that see different rows (ranks of one tensor-parallel group share it)."""
+    frozen: frozenset[str]
+    """Names of the weights that are never stepped, so that an engine needs them once."""
     data_size: int
     """Number of different shares that the rows of a batch are cut into."""
 
@@ -67,10 +69,12 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under their Hugging Face in-memory names, shapes and dtypes, the same on every rank.
+    def named_weights(
+        self, leave_out: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights, less those of ``leave_out``, under their Hugging Face in-memory names, shapes and dtypes.
 
-        Tied weights appear once. A generator: at most one whole tensor is alive at a time.
+        The same on every rank. Tied weights appear once. A generator: at most one whole tensor is alive at a time.
         """
         ...
 

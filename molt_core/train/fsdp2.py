@@ -67,6 +67,7 @@ class FSDP2Backend:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        self.frozen = frozenset(n for n, p in self._named_parameters() if not p.requires_grad)
         self.clip_norm = optimizer.clip_norm
         parameters = [p for p in self.root.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -107,10 +108,16 @@ class FSDP2Backend:
         return norm
 
     @torch.no_grad()
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.root.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name.removeprefix(PREFIX), whole.to(self.dtype)
+    def named_weights(
+        self, leave_out: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._named_parameters():
+            if name not in leave_out:
+                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                yield name, whole.to(self.dtype)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((n.removeprefix(PREFIX), p) for n, p in self.root.named_parameters())
 
     def save(self, folder: Path) -> Future:
         return save_state(self._state(), self._steps, folder, self._checkpoint_group)
@@ -123,8 +130,7 @@ class FSDP2Backend:
     def _state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Weights and moments by kind and name: the tensors themselves, sharded as they are."""
         state = {kind: {} for kind in KINDS}
-        for name, parameter in self.root.named_parameters():
-            name = name.removeprefix(PREFIX)
+        for name, parameter in self._named_parameters():
             moments = self.optimizer.state[parameter]
             if not moments:  # not stepped yet
                 moments["step"] = torch.tensor(0.0)

@@ -217,8 +217,9 @@ class TrainerRank:
         self.expected_names = refit.checkpoint_names(self.checkpoint)
 
     def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport | None:
-        """Rank 0 sends, the other ranks take part in gathering each tensor."""
-        weights = self.backend.named_weights()
+        """Rank 0 sends, the other ranks take part in gathering each tensor. What is frozen goes out the first time only."""
+        known, self.engines_know = self.engines_know, self.backend.frozen
+        weights = self.backend.named_weights(leave_out=known)
         if self.rank != 0:
             for _ in weights:
                 pass
@@ -229,7 +230,7 @@ class TrainerRank:
             return lambda: ray.get(answers, timeout=TIMEOUT_S)
 
         published = ((name, to_published(name, tensor)) for name, tensor in weights)
-        return refit.send(self.refit_group, published, announce, self.expected_names)
+        return refit.send(self.refit_group, published, announce, self.expected_names - known)
 
 
 class TrainerGroup:

@@ -213,6 +213,21 @@ def test_bfloat16_resumes_exactly_although_its_weights_are_rounded(checkpoint, r
     assert largest_difference(dict(resumed.named_weights()), weights) == 0
 
 
+def test_frozen_routers_are_named_left_out_and_saved_all_the_same(checkpoint, rows, tmp_path):
+    optimizer = OPTIMIZER.model_copy(update={"freeze_router": True})
+    backend = build(checkpoint, optimizer)
+    gates = {f"model.language_model.layers.{n}.mlp.gate.weight" for n in (0, 1)}
+    assert backend.frozen == gates
+    less = dict(backend.named_weights(backend.frozen))
+    assert dict(backend.named_weights()).keys() - less.keys() == gates
+    step = ([(rows, advantages(rows))], sum(row.action_tokens for row in rows))
+    backend_step(backend, *step)
+    backend.save(tmp_path).result()
+    again = build(checkpoint, optimizer)
+    again.load(tmp_path)
+    assert backend_step(again, *step) == backend_step(backend, *step)
+
+
 def test_learning_rate_follows_the_schedule_also_after_a_resume(checkpoint, rows, tmp_path):
     """Warm-up over two steps, then linearly down to 0 at the fifth: worked by hand."""
     optimizer = OptimizerConfig(lr=6e-3, schedule="linear", warmup_steps=2)

@@ -176,6 +176,21 @@ def test_it_saves_what_the_plain_trainer_holds_and_goes_on_from_it(checkpoint, o
     assert largest_difference(dict(backend.named_weights()), oracle.weights) < 5e-6
 
 
+def test_frozen_routers_are_named_and_can_be_left_out(checkpoint):
+    frozen = FSDP2Backend(
+        checkpoint,
+        MODEL,
+        OPTIMIZER.model_copy(update={"freeze_router": True}),
+        TrainerConfig(),
+        STEPS,
+    )
+    gates = {f"model.language_model.layers.{n}.mlp.gate.weight" for n in (0, 1)}
+    assert frozen.frozen == gates
+    everything, less = (dict(frozen.named_weights(out)) for out in (frozenset(), frozen.frozen))
+    assert everything.keys() - less.keys() == gates
+    assert build(checkpoint).frozen == frozenset()
+
+
 def test_bfloat16_computes_near_float32_over_float32_weights(checkpoint):
     rows = trajectories(checkpoint, IMAGES)
     batch = collate(rows)

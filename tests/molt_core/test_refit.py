@@ -4,6 +4,7 @@ One engine serves all tests of this file, in a process of its own; this process 
 """
 
 import asyncio
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from molt_core.config import EngineConfig, ModelConfig
@@ -28,7 +30,7 @@ from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.rollout import refit
 
 LONG, SHORT, REQUESTS = 60, 12, 6
-pytestmark = pytest.mark.engine
+ROUTER = ".mlp.gate.weight"
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,15 @@ async def _play(checkpoint: Path, other: Path, prompt: list[int]) -> dict:
     joining = asyncio.to_thread(refit.join_group, store, 0, 2, torch.device("cpu"), 60.0)
     group, _ = await asyncio.gather(joining, engine.join(info))
 
-    async def refit_to(folder: Path, version: int, left_out: int = 0) -> None:
+    async def refit_to(
+        folder: Path, version: int, left_out: int = 0, frozen: str = "nothing"
+    ) -> None:
         def announce(bucket: dict):
             return asyncio.run_coroutine_threadsafe(engine.receive(bucket), loop).result
 
-        weights = sorted(iterate_weights(folder))[left_out:]
-        names = refit.checkpoint_names(folder)
+        weights = [(n, w) for n, w in sorted(iterate_weights(folder)) if not n.endswith(frozen)]
+        weights = weights[left_out:]
+        names = {n for n in refit.checkpoint_names(folder) if not n.endswith(frozen)}
         await engine.pause()
         await asyncio.to_thread(refit.send, group, weights, announce, names)
         await engine.resume(version)
@@ -76,8 +81,10 @@ async def _play(checkpoint: Path, other: Path, prompt: list[int]) -> dict:
     for version in (2, 3):
         await refit_to(other, version)
     results["after three"] = [await sample(SHORT, seed) for seed in range(REQUESTS)]
+    await refit_to(other, 4, frozen=ROUTER)
+    results["without routers"] = [await sample(SHORT, seed) for seed in range(REQUESTS)]
     try:
-        await refit_to(other, 4, left_out=1)
+        await refit_to(other, 5, left_out=1)
     except refit.RefitError as error:
         results["refusal"] = str(error)
     engine.shutdown()
@@ -120,6 +127,7 @@ def _score(policies, prompt: list[int], excluded: list[int], sample: Sample, ver
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
+@pytest.mark.engine
 def test_tokens_of_a_request_in_flight_match_the_weights_of_their_version(played):
     results, score = played
     both = [s for s in results["in flight"] if {0, 1} <= set(s.versions.tolist())]
@@ -129,12 +137,14 @@ def test_tokens_of_a_request_in_flight_match_the_weights_of_their_version(played
         np.testing.assert_allclose(sample.logprobs, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.engine
 def test_the_two_policies_are_told_apart_by_the_test_above(played):
     results, score = played
     for sample in results["in flight"]:
         assert np.abs(score(sample, 0) - score(sample, 1)).max() > 0.1
 
 
+@pytest.mark.engine
 def test_refits_of_the_same_weights_leave_the_policy_as_it_is(played):
     results, score = played
     for sample in results["after three"]:
@@ -142,6 +152,58 @@ def test_refits_of_the_same_weights_leave_the_policy_as_it_is(played):
         np.testing.assert_allclose(sample.logprobs, score(sample, 3), rtol=0, atol=1e-5)
 
 
+@pytest.mark.engine
+def test_a_refit_without_the_frozen_weights_leaves_them_as_they_are(played):
+    results, score = played
+    for sample in results["without routers"]:
+        assert set(sample.versions.tolist()) == {4}
+        np.testing.assert_allclose(sample.logprobs, score(sample, 4), rtol=0, atol=1e-5)
+
+
+@pytest.mark.engine
 def test_a_refit_that_lacks_a_tensor_names_it(played):
     results, _ = played
     assert "missing ['lm_head.weight']" in results["refusal"]
+
+
+KEPT = {"norm": torch.arange(8.0), "head": torch.ones(3, 2, dtype=torch.bfloat16)}
+
+
+def sent(**tensors: torch.Tensor) -> dict[str, refit.Sent]:
+    return {name: refit.Sent.of(tensor) for name, tensor in tensors.items()}
+
+
+def test_tensors_that_the_engine_keeps_are_compared_under_its_names():
+    found = sent(outer_norm=KEPT["norm"].clone(), outer_head=KEPT["head"].clone())
+    assert refit.check_kept(found, KEPT, lambda name: name.removeprefix("outer_")) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [KEPT["norm"].flip(0), KEPT["norm"] + torch.eye(8)[7] * 1e-6, -KEPT["norm"]],
+    ids=["permuted", "one bit", "sign"],
+)
+def test_a_tensor_that_the_engine_holds_otherwise_is_named(wrong):
+    with pytest.raises(refit.RefitError, match="norm: the engine holds another tensor"):
+        refit.check_kept(sent(norm=wrong, head=KEPT["head"]), KEPT, lambda name: name)
+
+
+def test_what_the_engine_packs_or_fuses_is_left_to_the_probe_but_not_everything():
+    other_shape = torch.zeros(4, 2)
+    compared = refit.check_kept(
+        sent(norm=KEPT["norm"], q_proj=other_shape, head=other_shape), KEPT, lambda name: name
+    )
+    assert compared == 1
+    with pytest.raises(refit.RefitError, match="none of the 1 tensors"):
+        refit.check_kept(sent(q_proj=other_shape), KEPT, lambda name: None)
+
+
+@pytest.mark.parametrize(
+    "tied, expected", [(True, {"embed"}), (False, {"embed", "lm_head.weight"})]
+)
+def test_a_tied_output_layer_is_expected_once(tmp_path, tied, expected):
+    save_file(
+        {"embed": torch.zeros(2), "lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    assert refit.checkpoint_names(tmp_path) == expected
