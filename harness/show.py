@@ -14,7 +14,6 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -276,7 +275,9 @@ def _picture(folder: Path, rows: int = MIN_ROWS, titled: bool = False) -> Group:
     lines: list[Any] = [Text(f"{title}{done} of {len(statuses)} runs done, {told}", style="bold")]
     quiet = [status for status in statuses if status.state in ("DONE", "WAITING", "PLANNED")]
     hidden = quiet[max(0, rows - (len(statuses) - len(quiet))) :]
-    shown = Table.grid(padding=(0, 2))
+    shown = Table.grid(padding=(0, 1), expand=True)
+    for ratio in (None, None, 1, None):
+        shown.add_column(no_wrap=True, overflow="ellipsis", ratio=ratio)
     for status in statuses:
         if status not in hidden:
             shown.add_row(*_row(status))
@@ -286,19 +287,28 @@ def _picture(folder: Path, rows: int = MIN_ROWS, titled: bool = False) -> Group:
 
 
 def _row(status: RunStatus) -> tuple[Any, ...]:
+    """Word, run, what there is to say of it, time."""
     if status.state == "DONE":
         reward = "" if status.reward_mean is None else f"reward {status.reward_mean:.3f}"
-        return "[green]done[/]", status.run, "", reward, duration(status.elapsed_s)
+        return "[green]done[/]", status.run, reward, duration(status.elapsed_s)
     if status.state == "RUNNING":
-        bar = ProgressBar(
-            total=status.steps or 1, completed=status.step or 0, width=12, pulse=not status.step
-        )
-        return "[cyan]now[/]", status.run, bar, _numbers(status), _clock(status)
+        return "[cyan]now[/]", status.run, _bar(status), _clock(status)
     if status.state in ("WAITING", "PLANNED"):
         word = "waits" if status.state == "WAITING" else "planned"
-        return f"[dim]{word}[/]", f"[dim]{status.run}[/]", "", "", ""
+        return f"[dim]{word}[/]", f"[dim]{status.run}[/]", "", ""
     color = STYLES.get(status.state, "red")
-    return f"[{color}]{status.state.lower()}[/]", status.run, "", Text(status.why[:60]), ""
+    return f"[{color}]{status.state.lower()}[/]", status.run, Text(status.why), ""
+
+
+def _bar(status: RunStatus, width: int = 8) -> Text:
+    """How far it is; the phase where it is not the ordinary one."""
+    phase = "" if status.phase == "training" else f"{status.phase} "
+    if not status.steps:
+        return Text(phase)
+    full = round(width * (status.step or 0) / status.steps)
+    reward = "" if status.reward_mean is None else f" reward {status.reward_mean:.3f}"
+    said = f" {phase}{status.step or 0}/{status.steps}{reward}"
+    return Text.assemble(("━" * full, "cyan"), ("━" * (width - full), "dim"), said)
 
 
 def _numbers(status: RunStatus) -> str:

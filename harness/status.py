@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from harness.requeue import job_of
 from harness.run_folder import (
@@ -178,25 +179,41 @@ def duration(seconds: float | None) -> str:
 
 
 def table(statuses: list[RunStatus], title: str) -> Table:
-    """For a terminal."""
-    shown = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
-    for column in ("run", "state", "phase", "step", "reward", "took", "left", "attempt", "node"):
-        right = column not in ("run", "state", "phase", "node")
-        shown.add_column(column, justify="right" if right else "left", no_wrap=True)
-    for status in statuses:
-        step = "-" if status.step is None else str(status.step)
-        shown.add_row(
-            status.run,
-            f"[{STYLES.get(status.state, 'red')}]{status.state}[/]",
-            status.phase or "-",
-            f"{step}/{status.steps}" if status.steps else "-",
-            "-" if status.reward_mean is None else f"{status.reward_mean:.3f}",
-            duration(status.elapsed_s),
-            duration(status.left_s),
-            str(status.attempt or "-"),
-            status.node or "-",
-        )
+    """For a terminal of 80 columns where it can be: a column that says the same of every run is left out."""
+    columns = {
+        "run": [status.run for status in statuses],
+        "state": [_colored(status.state) for status in statuses],
+        "phase": [status.phase or "-" for status in statuses],
+        "step": [_step(status) for status in statuses],
+        "reward": ["-" if s.reward_mean is None else f"{s.reward_mean:.3f}" for s in statuses],
+        "took": [duration(status.elapsed_s) for status in statuses],
+        "left": [duration(status.left_s) for status in statuses],
+        "attempt": [str(status.attempt or "-") for status in statuses],
+        "node": [status.node or "-" for status in statuses],
+    }
+    telling = {"attempt": {"-", "1"}, "node": {"-"}, "phase": {"-"}, "left": {"-"}}
+    if len({status.node for status in statuses if status.node}) < 2:
+        columns.pop("node")
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    kept = {name: cells for name, cells in columns.items() if set(cells) - telling.get(name, set())}
+    for name, cells in kept.items():
+        right = name not in ("run", "state", "phase", "node")
+        widest = max(Text.from_markup(cell).cell_len for cell in [name, *cells])
+        least = None if name == "run" else widest  # where it is narrow, names lose their end first
+        shown.add_column(name, justify="right" if right else "left", no_wrap=True, min_width=least)
+    for row in zip(*kept.values()):
+        shown.add_row(*row)
     return shown
+
+
+def _colored(state: str) -> str:
+    return f"[{STYLES.get(state, 'red')}]{state}[/]"
+
+
+def _step(status: RunStatus) -> str:
+    if not status.steps:
+        return "-"
+    return f"{'-' if status.step is None else status.step}/{status.steps}"
 
 
 def log_of(folder: Path, status: RunStatus) -> Path:
@@ -215,6 +232,8 @@ def reasons(statuses: list[RunStatus], folder: Path) -> list[str]:
         lines.append(f"{first.run}{more} {state}: {why}")
         if first.attempt:
             lines.append(f"    {log_of(folder, first)}")
+    if lines:
+        lines.append("What to do: python -m harness.why RUN")
     return lines
 
 

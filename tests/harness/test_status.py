@@ -15,11 +15,13 @@ from harness import show
 from harness.queue import ask
 from harness.run_folder import hold, tail_records, write_json
 from harness.status import (
+    RunStatus,
     duration,
     queue_lock,
     read_status,
     read_statuses,
     reasons,
+    table,
 )
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import until
@@ -170,7 +172,23 @@ def test_runs_that_ended_for_one_reason_are_told_once(make_run):
     assert reasons(read_statuses(scale), scale) == [
         "molt-s0-00000000 and 2 more BLOCKED: needs warmup",
         f"    {scale}/molt-s0-00000000/attempts/01/output.log",
+        "What to do: python -m harness.why RUN",
     ]
+
+
+def test_the_table_fits_80_columns_and_keeps_names_and_states_whole():
+    about = {"kind": "train", "seed": 0, "step": 61, "steps": 150, "reward_mean": 0.5, "attempt": 1}
+    names = ["control-megatron-s0-00000000", "molt-s10-00000000"]
+    statuses = [
+        RunStatus(name, system="molt", state=state, phase="evaluating", left_s=3599.0, **about)
+        for name, state in zip(names, ("RUNNING", "WAITING"))
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table(statuses, "experiment/tiny"))
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].split() == ["run", "state", "phase", "step", "reward", "took", "left"]
+    for name, line in zip(names, lines[2:]):
+        assert name in line and "evaluating" in line and "61/150" in line and "59:59" in line
 
 
 def test_watch_ends_with_the_last_run(make_run, job_command):
