@@ -39,50 +39,64 @@ def forward_backward(
     current policy), ``kl_reference`` where there is one, and the loss's and the correction's indicators; with routers, those
     of ``routing.routing_sums``.
     """
-    loss_of = loss_function(algorithm.loss)
     sums: dict[str, Any] = dict.fromkeys(("tokens", "tokens_forward", "tokens_kept", "loss"), 0)
     for number, rollouts in enumerate(micro_batches):
         rows = [segment for rollout in rollouts for segment in rollout.segments]
         batch = collate(rows, [rollout.advantages for rollout in rollouts])
         logprobs, entropy = backend.action_logprobs(batch, distribution)
         batch = batch.to(logprobs.device)
-        weights = _flat(rollouts, "weights").to(logprobs.device)
-        counts = torch.tensor([len(rollout.weights) for rollout in rollouts])
-        sequence = torch.repeat_interleave(counts).to(logprobs.device)
-        behaviour = batch.behaviour_logprobs
-        proximal = logprobs.detach() if algorithm.proximal == "current" else behaviour
-        importance, correction_metrics = correction(
-            proximal, behaviour, sequence, algorithm.correction
-        )
-        per_token, loss_metrics = loss_of(
-            LossTokens(logprobs, proximal, behaviour, batch.advantages, sequence), algorithm
-        )
-        per_token = per_token * importance
-        metrics = {"entropy": entropy.detach(), "kl": k3(behaviour, logprobs.detach())}
-        penalty, reference = algorithm.kl, None
-        if rollouts[0].reference_logprobs is not None:
-            reference = _flat(rollouts, "reference_logprobs").to(logprobs.device)
-            metrics["kl_reference"] = k3(logprobs.detach(), reference) * importance
-        if penalty.coef and penalty.place == "loss":
-            if penalty.base == "reference":
-                kl = kl_loss(penalty.estimator, logprobs, reference, False) * importance
-            else:
-                kl = kl_loss(penalty.estimator, logprobs, behaviour, True)
-            per_token = per_token + penalty.coef * kl
-        if algorithm.entropy_coef:
-            per_token = per_token - algorithm.entropy_coef * entropy
-        loss = (per_token * weights).sum()
+        loss, metrics = weighted_loss(rollouts, batch, logprobs, entropy, algorithm)
         backend.backward(loss, is_last=number == len(micro_batches) - 1)
-        metrics |= {**correction_metrics, **loss_metrics}
         sums["tokens"] += len(batch.action_ids)
         sums["tokens_forward"] += batch.tokens_forward
-        sums["tokens_kept"] += int((importance != 0).sum())
         sums["loss"] += float(loss.detach())
         totals = {name: float(values.double().sum()) for name, values in metrics.items()}
         totals |= routing_sums(backend.routing(), batch.routed_experts)
         for name, value in totals.items():
             sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def weighted_loss(
+    rollouts: Sequence[WeightedRollout],
+    batch: MicroBatch,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A micro-batch's part of the objective, a scalar, and its metrics ``[N]`` without gradient.
+
+    batch: what ``collate`` made of ``rollouts``; logprobs and entropy ``[N]``: the policy's, of its action tokens.
+    """
+    counts = torch.tensor([len(rollout.weights) for rollout in rollouts])
+    sequence = torch.repeat_interleave(counts).to(logprobs.device)
+    behaviour = batch.behaviour_logprobs
+    proximal = logprobs.detach() if algorithm.proximal == "current" else behaviour
+    importance, metrics = correction(proximal, behaviour, sequence, algorithm.correction)
+    tokens = LossTokens(logprobs, proximal, behaviour, batch.advantages, sequence)
+    per_token, loss_metrics = loss_function(algorithm.loss)(tokens, algorithm)
+    per_token = per_token * importance
+    metrics = {
+        "tokens_kept": importance != 0,
+        "entropy": entropy.detach(),
+        "kl": k3(behaviour, logprobs.detach()),
+        **metrics,
+        **loss_metrics,
+    }
+    penalty, reference = algorithm.kl, None
+    if rollouts[0].reference_logprobs is not None:
+        reference = _flat(rollouts, "reference_logprobs").to(logprobs.device)
+        metrics["kl_reference"] = k3(logprobs.detach(), reference) * importance
+    if penalty.coef and penalty.place == "loss":
+        if penalty.base == "reference":
+            kl = kl_loss(penalty.estimator, logprobs, reference, False) * importance
+        else:
+            kl = kl_loss(penalty.estimator, logprobs, behaviour, True)
+        per_token = per_token + penalty.coef * kl
+    if algorithm.entropy_coef:
+        per_token = per_token - algorithm.entropy_coef * entropy
+    weights = _flat(rollouts, "weights").to(logprobs.device)
+    return (per_token * weights).sum(), metrics
 
 
 def _flat(rollouts: Sequence[WeightedRollout], field: str) -> torch.Tensor:

@@ -139,6 +139,18 @@ def test_loss_gradient_and_sums_do_not_depend_on_the_split(shares, algorithm):
     assert sums == pytest.approx(whole_sums, rel=1e-5)
 
 
+def test_a_rollout_of_several_segments_has_one_ratio():
+    # Segments of 2 and 1 tokens, ids 3, 4 and 3: one geometric mean over all three, clipped as one.
+    (one,) = train_on = [ROLLOUTS[2]]
+    sums, _ = train([[[0]]], CONFIGS["gspo"], train_on)
+    found = np.concatenate(row_logprobs(Bigram(), one.segments, DISTRIBUTION))
+    sampled = np.concatenate([row.logprobs[row.action_mask] for row in one.segments])
+    ratio = math.exp((found - sampled).mean())
+    bounded = min(max(ratio, 0.8), 1.28)
+    terms = [min(ratio * a, bounded * a) for a in one.advantages]
+    assert sums["loss"] == pytest.approx(-float(one.weights[0]) * sum(terms), rel=1e-5)
+
+
 @given(order=st.permutations(range(5)))
 def test_the_order_of_rollouts_does_not_matter(order):
     whole_sums, whole_gradient = train([[range(5)]], CONFIGS["gspo"])
