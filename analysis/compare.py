@@ -39,6 +39,12 @@ from analysis.power import tost_power
 from analysis.verdict import decide
 
 UNCHECKED = "validity was not checked: whether the runs trained, and under one protocol, is not in these numbers"
+NUMBERS = (
+    "paired", "correlation", "mean", "mean_baseline", "sd", "sd_baseline", "estimate", "estimate_relative", "ci_low",
+    "ci_high", "level", "tost_low", "tost_high", "t", "df", "p_difference", "p_difference_holm", "p_equivalence",
+    "p_permutation", "power_equivalence",
+)  # fmt: skip
+"""Keys that are null where no inference is made."""
 FROM_DATA = "the margin was estimated from data: a share of the observed baseline mean"
 
 
@@ -211,6 +217,7 @@ def _record(
     needed = comparison.needed
     common = {
         "name": name,
+        "unit": "",
         "direction": comparison.direction,
         "candidate": arm,
         "baseline": baseline,
@@ -223,9 +230,13 @@ def _record(
     if comparison.refused:
         return {
             **common,
+            **dict.fromkeys(NUMBERS),
             "verdict": comparison.verdict.value,
+            "detail": "needs n = 3 or more a side" if needed else "no usable number",
             "reasons": [comparison.refused],
+            "cautions": [UNCHECKED],
             "needed_n": needed and [needed.low, needed.high],
+            "needed_n_estimate": None,
         }
     endpoint = Endpoint(
         name=name, field=name, summary="at_last_step", unit="", direction=comparison.direction or "higher",
@@ -243,23 +254,9 @@ def _record(
     )
     return {
         **common,
-        "paired": comparison.paired,
-        "correlation": comparison.correlation,
-        "mean": comparison.mean,
-        "mean_baseline": comparison.mean_baseline,
-        "estimate": comparison.estimate,
+        **{key: getattr(comparison, key) for key in NUMBERS if hasattr(comparison, key)},
         "estimate_relative": comparison.relative,
-        "ci_low": comparison.ci_low,
-        "ci_high": comparison.ci_high,
-        "level": comparison.level,
-        "tost_low": comparison.tost_low,
-        "tost_high": comparison.tost_high,
-        "t": comparison.t,
-        "df": comparison.df,
-        "p_difference": comparison.p_difference,
         "p_difference_holm": p_adjusted,
-        "p_equivalence": comparison.p_equivalence,
-        "p_permutation": comparison.p_permutation,
         "power_equivalence": power,
         "verdict": decision.verdict.value,
         "detail": decision.detail if comparison.direction else _without_direction(decision.detail),
@@ -284,7 +281,7 @@ def _print(record: Mapping[str, Any], console: Console) -> None:
         style="not bold",
     )
     console.print(head, soft_wrap=True)
-    if "estimate" in record:
+    if record["estimate"] is not None:
         level, relative = record["level"], record["estimate_relative"]
         share = "" if relative is None else f" ({relative:+.1%})"
         test = (

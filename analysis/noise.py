@@ -15,7 +15,7 @@ import numpy as np
 
 from analysis.load import FINISHED, Experiment, RunRecord
 from analysis.plan import Endpoint
-from analysis.summaries import SummaryError, summarise
+from analysis.summaries import SummaryError, crossing, summarise
 
 SHARED = ("tokens_generated", "reward_mean", "trained_fingerprint")
 """What two runs of one seed share step by step until their policies sample differently."""
@@ -73,7 +73,8 @@ def _values(
     found = []
     for run in runs:
         try:
-            found.append(summarise(endpoint, run, experiment.plan.exclusion))
+            if endpoint.threshold is None or crossing(endpoint, run).reached:
+                found.append(summarise(endpoint, run, experiment.plan.exclusion))
         except SummaryError:
             continue
     return tuple(found)

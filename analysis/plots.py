@@ -85,12 +85,13 @@ def forest(results: Sequence[EndpointResult]) -> str:
         axes.axvline(0, color=INK, lw=0.8)
         reach = 2.0
         for row, result in enumerate(reversed(results)):
-            label = f"{result.endpoint.name}\n{wording.margin(result.endpoint)}"
+            label = f"{title_of(result, results)}\n{wording.margin(result.endpoint)}"
             axes.text(
                 -0.01, row, label, transform=axes.get_yaxis_transform(), ha="right", va="center"
             )
             if result not in shown:
-                why = f"INVALID: {result.decision.detail}"
+                invalid = result.decision.verdict == Verdict.INVALID
+                why = f"INVALID: {result.decision.detail}" if invalid else "some runs have no value"
                 axes.text(1.01, row, why, transform=axes.get_yaxis_transform(), va="center")
                 continue
             c = result.comparison
@@ -233,8 +234,19 @@ def distributions(
             axes.grid(axis="y", visible=False)
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.ticklabel_format(axis="x", scilimits=(-3, 5), useMathText=True)
-            figures.append((result.endpoint.name, to_svg(figure, f"runs {result.endpoint.name}")))
+            title = title_of(result, results)
+            figures.append((title, to_svg(figure, f"runs {title}")))
     return figures
+
+
+def title_of(result: EndpointResult, results: Sequence[EndpointResult]) -> str:
+    """The endpoint, with the candidate where several are compared."""
+    several = len({r.measurement.candidate for r in results}) > 1
+    return (
+        f"{result.endpoint.name}, {result.measurement.candidate}"
+        if several
+        else result.endpoint.name
+    )
 
 
 def _curves(experiment: Experiment, field: str, label: str, *, smoothing: int, marked: bool) -> str:

@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from analysis import wording
 from analysis.inference import Verdict
 from analysis.load import Attempt, Experiment, RunRecord
-from analysis.plots import ARM_COLOURS, EDGE, FAINT, INK, LINES, STYLE, WIDE, to_svg
+from analysis.plots import ARM_COLOURS, EDGE, FAINT, INK, LINES, STYLE, WIDE, title_of, to_svg
 from analysis.power import TARGET_POWER, spread_factors, tost_power, welch_power
 from analysis.verdict import EndpointResult
 
@@ -130,5 +130,6 @@ def power_curves(results: Sequence[EndpointResult]) -> list[tuple[str, str]]:
             )
             axes.set_xticks([3, 5, 10, 15, 20, 25, 30])
             figure.legend(loc="outside lower left", fontsize=8, ncols=1)
-            figures.append((result.endpoint.name, to_svg(figure, f"power {result.endpoint.name}")))
+            title = title_of(result, results)
+            figures.append((title, to_svg(figure, f"power {title}")))
     return figures

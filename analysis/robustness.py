@@ -13,7 +13,7 @@ from analysis import calibration
 from analysis.inference import Comparison, NoInference, Verdict, compare_samples
 from analysis.measurement import Measurement
 from analysis.power import TARGET_POWER, tost_power
-from analysis.wording import probability
+from analysis.wording import number, probability
 
 FEW_RUNS = 5
 SPREAD_RATIO = 4.0
@@ -80,7 +80,7 @@ def cautions(
     found += [measured.pairing_note] if measured.pairing_note else []
     if comparison.paired and comparison.correlation < 0:
         found.append(
-            f"the pairs' correlation is {comparison.correlation:.2f}: pairing cost power here"
+            f"the pairs' correlation is {number(comparison.correlation, 2)}: pairing cost power here"
         )
     found += calibration.warnings(comparison, measured.samples, verdict)
     if have < FEW_RUNS:
