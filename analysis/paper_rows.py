@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ class Speed:
     tokens_per_device_s: float
     tokens_per_step: float
     devices: float
+    steps: int
 
 
 def speed(run: RunRecord, experiment: Experiment) -> Speed:
@@ -79,7 +81,7 @@ def speed(run: RunRecord, experiment: Experiment) -> Speed:
         raise ValueError(f"{run.folder}: {', '.join(missing) or 'steady steps'} not recorded")
     wall, tokens, devices = (float(rows[f].sum()) for f in ("wall_s", "tokens_forward", "devices"))
     devices /= len(rows)
-    return Speed(wall / len(rows), tokens / wall / devices, tokens / len(rows), devices)
+    return Speed(wall / len(rows), tokens / wall / devices, tokens / len(rows), devices, len(rows))
 
 
 def throughput_rows(
@@ -123,20 +125,36 @@ def throughput_rows(
 
 
 def _speed_row(name: str, speeds: Sequence[Speed], experiment: Experiment, arm: str) -> Row:
-    step = fmean(s.step_s for s in speeds)
-    rate = fmean(s.tokens_per_device_s for s in speeds)
-    tokens = rate * fmean(s.devices for s in speeds) * step
+    """Seconds a step and rate pooled over the runs (total over total: a mean of rates breaks the identity), SD over runs."""
+    steps = sum(s.steps for s in speeds)
+    wall = sum(s.step_s * s.steps for s in speeds)
+    tokens = sum(s.tokens_per_step * s.steps for s in speeds)
+    rate = tokens / sum(s.step_s * s.steps * s.devices for s in speeds)
+    runs = experiment.finished(arm)
+    devices = declared_devices(runs[0]) or fmean(s.devices for s in speeds)
+    product = rate * devices * wall / steps
     return (
         name,
-        _mean([s.step_s for s in speeds]),
-        _mean([s.tokens_per_device_s for s in speeds]),
-        _identity(tokens, fmean(s.tokens_per_step for s in speeds)),
+        _with_spread(wall / steps, [s.step_s for s in speeds]),
+        _with_spread(rate, [s.tokens_per_device_s for s in speeds]),
+        _identity(product, tokens / steps),
         _origin(experiment, arm),
     )
 
 
+def declared_devices(run: RunRecord) -> int | None:
+    """Trainer ranks and engine devices of the run's configuration: what the recorded ``devices`` must be. None: unknown."""
+    engine, trainer = run.config.get("engine", {}), run.config.get("trainer", {})
+    if "count" not in engine or "world_size" not in trainer:
+        return None
+    return trainer["world_size"] + engine["count"] * engine.get("tensor_parallel", 1)
+
+
 def _identity(product: float, tokens: float) -> str:
-    """tokens/device/s x devices x s/step against the tokens of a step."""
+    """tokens/device/s x devices x s/step against the tokens of a step.
+
+    The devices are those of the configuration, the rate divides by those recorded: a rate over fewer devices shows.
+    """
     holds = abs(product - tokens) <= IDENTITY_SLACK * tokens
     return f"{product:,.0f} {'≈' if holds else '≠ (!)'} {tokens:,.0f} tokens"
 
@@ -201,10 +219,18 @@ def _scales(folder: Path) -> Iterator[Experiment]:
 
 def _mean(values: Sequence[float], unit: str = "") -> str:
     """Mean and sample SD over runs."""
-    if not values:
-        return NONE
-    spread = f" ± {wording.number(stdev(values), 2)}" if len(values) > 1 else ""
-    return f"{wording.number(fmean(values))}{spread} {unit}".rstrip()
+    return f"{_with_spread(fmean(values), values)} {unit}".rstrip() if values else NONE
+
+
+def _with_spread(value: float, runs: Sequence[float]) -> str:
+    """A figure with the sample SD of its runs, to the same decimal."""
+    if len(runs) < 2:
+        return wording.number(value)
+    spread = stdev(runs)
+    decimals = max(0, 1 - math.floor(math.log10(spread))) if spread > 0 else 2
+    return (
+        f"{value:.{decimals}f} ± {spread:.{decimals}f}" if decimals <= 6 else wording.number(value)
+    )
 
 
 def _origin(experiment: Experiment, arm: str) -> str:

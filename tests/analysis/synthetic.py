@@ -276,7 +276,7 @@ def simulate(
             "wall_s": wall,
             **parts,
             "t_overlap_s": 0.6 * work,
-            "devices": 1,
+            "devices": 2,
             "policy_version": step,
             "lag_mean": random.uniform(0.4, 0.6),
             "lag_max": 1,

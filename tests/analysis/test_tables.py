@@ -26,7 +26,7 @@ def rows(table, system):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Three seeds an arm of 1.5 and 1.8 s a step and 3,200 tokens on one device, as the throughput experiment."""
+    """Three seeds an arm of 1.5 and 1.8 s a step and 3,200 tokens on two devices, as the throughput experiment."""
     primary = STEP_TIME.model_copy(update={"primary": True})
     folder = write_experiment(tmp_path / "made", seeds=(0, 1, 2), steps=20, endpoints=(primary,))
     (tmp_path / "runs").mkdir()
@@ -90,7 +90,7 @@ def test_table_3_is_made_from_runs_beside_the_published_rows(runs):
     (molt,), (published,) = rows(table, "molt (tiny)"), rows(table, "slime")
     experiment = load_experiment(runs / "paper_throughput" / "tiny")
     steps = [speed(run, experiment).step_s for run in experiment.finished("molt")]
-    assert float(molt[1].split()[0]) == pytest.approx(sum(steps) / 3, rel=1e-3)
+    assert float(molt[1].split()[0]) == pytest.approx(sum(steps) / 3, abs=1e-3)
     assert molt[-1] == "measured on hardware not recorded, n = 3"
     assert published[1] == "109.5 ± 10.3" and published[-1] == "published, n = 3"
 
@@ -105,11 +105,11 @@ def test_the_identity_of_throughput_is_checked_in_every_row(runs):
 
 
 def test_a_broken_identity_is_marked(runs):
-    """A run that counted its devices wrong half of the time."""
+    """Rates that divide by the trainer's device alone, as if the engine's were free."""
     for path in runs.glob("paper_throughput/tiny/molt-s*/metrics.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records[1:]:
-            record["devices"] = 1 if "s0" in path.parent.name else 4
+            record["devices"] = 1
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     table, _ = build(["table3"], runs, {})
     assert "≠ (!)" in rows(table, "molt (tiny)")[0][3]
