@@ -158,6 +158,52 @@ def test_two_submits_at_once_lose_no_ask(tmp_path):
     assert sorted(queue["order"]) == sorted(names)
 
 
+AMEND = """
+import sys, time
+from pathlib import Path
+from analysis import plan
+from harness.expand import expand
+from harness.spec import load
+from harness.submit import submit
+def slow(*arguments, write=plan._write_beside):  # as on a shared file system
+    time.sleep(0.05)
+    return write(*arguments)
+plan._write_beside = slow
+folder, tenths = Path(sys.argv[1]), sys.argv[2]
+text = (folder / "small.yaml").read_text()
+expansions = []
+for last in range(1, 7):
+    path = folder / f"small-{tenths}{last}.yaml"
+    path.write_text(text.replace("margin: 0.05", f"margin: 0.{tenths}{last}"))
+    expansions.append(expand(load(path), "here", folder / "runs", base=folder))
+print("ready", flush=True)
+sys.stdin.readline()
+for expansion in expansions:
+    submit(expansion, expansion.runs)
+"""
+
+
+def test_two_submits_at_once_lose_no_amendment_of_the_plan(expansion, tmp_path):
+    submit(expansion, expansion.runs)
+
+    def amender(tenths: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", AMEND, str(tmp_path), tenths]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(command, **pipes, env=own_environment(), text=True)
+
+    both = [amender("1"), amender("2")]
+    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.wait(60) for process in both] == [0, 0]
+    amendments = Plan.load(expansion.folder / "plan.json").amendments
+    margins = [amendment.diff["endpoints.accuracy.margin"] for amendment in amendments]
+    written = sorted(after for _, after in margins)
+    assert written == [0.11, 0.12, 0.13, 0.14, 0.15, 0.16, 0.21, 0.22, 0.23, 0.24, 0.25, 0.26]
+    assert [before for before, _ in margins] == [0.05, *[after for _, after in margins[:-1]]]
+
+
 def test_a_brace_in_a_models_path_is_a_brace(tmp_path):
     weights = tmp_path / "{run}" / "v{2}"
     weights.mkdir(parents=True)
