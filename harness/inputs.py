@@ -21,6 +21,8 @@ from typing import Any
 from harness.identity import CODE, MIB, ROOT, digest, hash_path
 from molt_core.config import RunConfig
 
+WEIGHTS = ("model.path", "algorithm.teacher")
+"""Keys that name the folder of a published model."""
 WHOLE_UP_TO = 64 * MIB
 """Largest file of a published model that is hashed byte by byte."""
 INSTALLED = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
@@ -53,8 +55,9 @@ def protocol_inputs(config: RunConfig, base: Path) -> tuple[Input, ...]:
     ]
     if looks_like_path(config.task.source):
         found.append(_at("task.source", config.task.source, base))
-    if config.model.path is not None and (base / config.model.path).is_dir():
-        found.append(_at("model.path", config.model.path, base))
+    for key, name in zip(WEIGHTS, (config.model.path, config.algorithm.teacher)):
+        if name is not None and (base / name).is_dir():
+            found.append(_at(key, name, base))
     return (*found, *_module("task.agent", config.task.agent))
 
 
@@ -101,7 +104,7 @@ def _at(key: str, name: str, base: Path) -> Input:
 
 
 def _hash(path: Path, key: str) -> str:
-    return hash_path(path, WHOLE_UP_TO if key == "model.path" else None)
+    return hash_path(path, WHOLE_UP_TO if key in WEIGHTS else None)
 
 
 def _module(key: str, name: str) -> list[Input]:

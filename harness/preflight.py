@@ -30,12 +30,15 @@ def _inputs(expansion: Expansion) -> Iterator[str]:
             f"protocol.task.source: {source} does not exist below {expansion.base}; put your rows there (JSONL, parquet or "
             f"a Hugging Face folder) or change the path in {where}"
         )
-    model = config.model.path
-    if model is not None and not (expansion.base / model).is_dir():
-        yield (
-            f"protocol.model.path: {model} is no folder here; download the checkpoint first (compute nodes are often "
-            f"offline) and give its folder in {where}"
-        )
+    for key, folder in (
+        ("model.path", config.model.path),
+        ("algorithm.teacher", config.algorithm.teacher),
+    ):
+        if folder is not None and not (expansion.base / folder).is_dir():
+            yield (
+                f"protocol.{key}: {folder} is no folder here; download the checkpoint first (compute nodes are often "
+                f"offline) and give its folder in {where}"
+            )
     for plugin in config.algorithm.plugins:
         if not (expansion.base / plugin).is_file():
             yield f"protocol.algorithm.plugins: {plugin} does not exist below {expansion.base}"

@@ -110,6 +110,8 @@ def write_config(path: Path, config: RunConfig, base: Path) -> None:
         data["task"]["source"] = _local(config.task.source, base)
     if config.model.path is not None:
         data["model"]["path"] = _local(config.model.path, base)
+    if config.algorithm.teacher is not None:
+        data["algorithm"]["teacher"] = _local(config.algorithm.teacher, base)
     data["algorithm"]["plugins"] = [_local(p, base) for p in config.algorithm.plugins]
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     if not path.exists() or path.read_text() != text:

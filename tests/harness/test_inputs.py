@@ -11,6 +11,7 @@ import pytest
 from harness.expand import expand
 from harness.inputs import changed, hashes, module_files, protocol_inputs, trainer_inputs
 from harness.preflight import problems
+from harness.prepare import write_config
 from harness.spec import load
 from harness.submit import submit
 from tests.harness.test_spec import write
@@ -49,6 +50,19 @@ def test_the_rows_of_a_file_count(tmp_path):
     assert hashes(protocol_inputs(config, tmp_path)) != before
     rows.unlink()
     assert hashes(protocol_inputs(config, tmp_path)) == {"./rows.jsonl": None}
+
+
+def test_the_weights_of_a_teacher_count_and_are_given_by_their_full_path(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "model.safetensors").write_bytes(b"abc")
+    section = "  algorithm: {advantage: on_policy_distillation, teacher: big}\n  warmup:"
+    path = write(tmp_path, "  warmup:", section)
+    config = load(path).scales["here"].config("ours", 0)
+    before = hashes(protocol_inputs(config, tmp_path))
+    (tmp_path / "big" / "model.safetensors").write_bytes(b"abd")
+    assert before.keys() == {"big"} and hashes(protocol_inputs(config, tmp_path)) != before
+    write_config(tmp_path / "config.yaml", config, tmp_path)
+    assert f"teacher: {tmp_path}/big" in (tmp_path / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize("file", ["kit/prompt.txt", "kit/deep/tool.py", "kit/__init__.py"])
