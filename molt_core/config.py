@@ -94,8 +94,8 @@ class OptimizerConfig(Strict):
         1.0, gt=0, description="bound on the global L2 norm over all parameters, over all ranks"
     )
     freeze_router: bool = Field(False, description="leave the routers of the experts untrained")
-    schedule: Literal["constant", "linear"] = Field(
-        "constant", description="linear: falls to 0 at the last step"
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after the warm-up; linear and cosine fall to 0 at the end"
     )
     warmup_steps: int = Field(0, ge=0)
     steps_per_batch: Literal[1] = Field(1, description="optimiser steps a batch")

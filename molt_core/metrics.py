@@ -162,11 +162,14 @@ def training(result: StepResult, clip_norm: float) -> dict[str, Any]:
         "stepped": int(result.stepped),
         "loss": sums.pop("loss"),
         "grad_norm": result.grad_norm,
+        "memory_peak_bytes": result.memory_peak_bytes,
         "grad_clipped": float(result.grad_norm > clip_norm),
         "effective_sample_fraction": effective_sample_fraction(
             sums["importance_weight"], sums.pop("importance_weight_squared"), int(tokens)
         ),
     }
+    if result.update_ratio is not None:
+        fields["update_ratio"] = result.update_ratio
     return fields | {name: total / tokens for name, total in sums.items()}
 
 

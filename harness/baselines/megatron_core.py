@@ -31,6 +31,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
+    param_is_not_tensor_parallel_duplicate,
 )
 
 from harness.baselines import megatron_cpu
@@ -47,7 +48,7 @@ from molt_core.models.load import load_policy
 from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.train.optimizer import decays, lr_factor
+from molt_core.train.optimizer import decays, lr_factor, squared_update_and_weight
 from molt_core.train.routing import Choice
 
 
@@ -168,6 +169,14 @@ class MegatronCoreBackend:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         return norm
+
+    def update_ratio(self) -> float:
+        squares = sum(
+            squared_update_and_weight(part.optimizer, param_is_not_tensor_parallel_duplicate)
+            for part in self._parts()
+        ).to(self.device)
+        dist.all_reduce(squares)  # every part of a weight is stepped by one rank
+        return float((squares[0] / squares[1]).sqrt())
 
     def named_weights(
         self, leave_out: frozenset[str] = frozenset()

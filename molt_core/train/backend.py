@@ -69,6 +69,10 @@ class TrainBackend(Protocol):
         """
         ...
 
+    def update_ratio(self) -> float:
+        """L2 norm of what the last step added to the weights, over that of the weights; over all ranks, each weight once."""
+        ...
+
     def named_weights(
         self, leave_out: frozenset[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:

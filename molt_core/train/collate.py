@@ -153,9 +153,7 @@ def mrope_positions(length: int, images: Sequence[ImageInput], merge_size: int) 
             image.grid_thw[1] // merge_size,
             image.grid_thw[2] // merge_size,
         )
-        grid = np.stack(
-            np.meshgrid(np.arange(time), np.arange(height), np.arange(width), indexing="ij")
-        ).reshape(3, -1)
+        grid = np.indices((time, height, width)).reshape(3, -1)
         cursor = image.start + image.length
         out[:, image.start : cursor] = position + grid
         position += max(height, width)

@@ -23,7 +23,7 @@ from molt_core.models.load import load_policy
 from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.train.optimizer import decays, lr_factor
+from molt_core.train.optimizer import decays, lr_factor, squared_update_and_weight
 from molt_core.train.policy import ActionPolicy
 from molt_core.train.routing import Choice
 from molt_core.train.state import FIRST, KINDS, SECOND, WEIGHTS, load_state, save_state
@@ -60,9 +60,11 @@ class FSDP2Backend:
         # A group of its own, because a save in the background takes turns with the trainer's collectives in no fixed order.
         self._checkpoint_group = dist.new_group(backend="gloo")
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for unit in (*policy.model.visual.blocks, *policy.model.language_model.layers):
-            fully_shard(unit, mesh=mesh, mp_policy=precision)
-        self.root = fully_shard(head, mesh=mesh, mp_policy=precision)
+        self.root = head
+        # A rank that is alone has nothing to shard, but in lower precision FSDP also casts.
+        if self.data_size > 1 or self.dtype != torch.float32:
+            for unit in (*policy.model.visual.blocks, *policy.model.language_model.layers, head):
+                fully_shard(unit, mesh=mesh, mp_policy=precision)
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -81,6 +83,7 @@ class FSDP2Backend:
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
+            fused=True,
         )
         self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
 
@@ -106,6 +109,11 @@ class FSDP2Backend:
             self._steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def update_ratio(self) -> float:
+        squares = squared_update_and_weight(self.optimizer).to(self.device)
+        dist.all_reduce(squares)
+        return float((squares[0] / squares[1]).sqrt())
 
     @torch.no_grad()
     def named_weights(
@@ -133,7 +141,7 @@ class FSDP2Backend:
         for name, parameter in self._named_parameters():
             moments = self.optimizer.state[parameter]
             if not moments:  # not stepped yet
-                moments["step"] = torch.tensor(0.0)
+                moments["step"] = torch.zeros((), device=self.device)
                 moments["exp_avg"] = torch.zeros_like(parameter)
                 moments["exp_avg_sq"] = torch.zeros_like(parameter)
             state[WEIGHTS][name] = parameter.detach()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -44,6 +45,7 @@ class StepResult:
     """One optimiser step. ``sums`` over all action tokens of the batch (see ``objective.forward_backward``).
 
     stepped: False where the optimiser was left alone, because loss or gradient norm is not finite or nothing was kept.
+    update_ratio: norm of the step over that of the weights, None without one. memory_peak_bytes: of the rank with the most.
     """
 
     sums: Mapping[str, Any]
@@ -53,6 +55,8 @@ class StepResult:
     optimizer_s: float
     started: float
     ended: float
+    update_ratio: float | None = None
+    memory_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,15 @@ class ProbeResult:
             if len(self.differences)
             else 0.0
         )
+
+
+def memory_peak_bytes(device: str) -> int:
+    """On a GPU the most that tensors took since the last call; on a CPU the most that the process took since it began."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 class TrainerRank:
@@ -141,7 +154,17 @@ class TrainerRank:
         norm = self.backend.optimizer_step(apply)
         ended = time.time()
         stepped = apply and can_step(norm)
-        return StepResult(sums, norm, stepped, middle - started, ended - middle, started, ended)
+        return StepResult(
+            sums,
+            norm,
+            stepped,
+            middle - started,
+            ended - middle,
+            started,
+            ended,
+            self.backend.update_ratio() if stepped else None,
+            memory_peak_bytes(self.config.trainer.device),
+        )
 
     def _worth_a_step(self, loss: float, kept: float) -> bool:
         """Whether the loss is finite on every rank and the correction kept a token on some. Collective: all ranks agree."""
@@ -276,6 +299,8 @@ class TrainerGroup:
             max(r.optimizer_s for r in results),
             min(r.started for r in results),
             max(r.ended for r in results),
+            results[0].update_ratio,
+            max(r.memory_peak_bytes for r in results),
         )
 
     async def frozen_logprobs(self, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:

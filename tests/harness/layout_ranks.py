@@ -49,7 +49,7 @@ def run(rank: int, world_size: int, port: int, checkpoint: Path, out: Path) -> N
             micro_batches = share(rows, backend.data_rank, backend.data_size, trainer)
             steps = [_step(backend, micro_batches, rows) for _ in range(STEPS)]
             weights = {name: weight.clone() for name, weight in backend.named_weights()}
-            results[name, cut] = (*zip(*steps), weights)
+            results[name, cut] = (*zip(*steps), weights, backend.update_ratio())
             if name == "megatron":
                 parallel_state.destroy_model_parallel()
     torch.save(results, out / f"{world_size}-{rank}.pt")

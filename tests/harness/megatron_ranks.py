@@ -102,6 +102,7 @@ def train(
                 "scores": scores,
                 "replayed": replayed,
                 "norms": norms,
+                "update_ratio": backend.update_ratio(),
                 "weights": weights,
                 "resumed": again,
                 "from_plain": {n: w.clone() for n, w in resumed.named_weights()},

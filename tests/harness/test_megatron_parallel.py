@@ -84,6 +84,7 @@ def test_steps_equal_one_process(results, oracle, layout):
     """One process equals transformers with AdamW (test_megatron_core); so must these."""
     for rank in results[layout]:
         np.testing.assert_allclose(rank["norms"], oracle[0], rtol=1e-5)
+        np.testing.assert_allclose(rank["update_ratio"], oracle.update_ratio, rtol=1e-4)
         assert largest_difference(rank["weights"], oracle[1], dimensions=2) < 5e-6
         assert largest_difference(rank["weights"], oracle[1], dimensions=1) < 5e-6
 

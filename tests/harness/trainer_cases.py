@@ -215,7 +215,7 @@ def policy_gradient_loss(
 
 
 class Training(NamedTuple):
-    """What ``STEPS`` steps of one trainer gave: one loss and gradient norm a step, and the weights after the last.
+    """What ``STEPS`` steps of one trainer gave: a loss and a gradient norm each; weights and relative size of the last.
 
     before_last: what was to be saved before the last step (``saved_form``); the oracle's only.
     """
@@ -223,6 +223,7 @@ class Training(NamedTuple):
     norms: list[float]
     weights: dict[str, torch.Tensor]
     losses: list[float]
+    update_ratio: float
     before_last: dict[str, dict[str, torch.Tensor]] | None = None
 
 
@@ -248,10 +249,13 @@ def oracle_training(checkpoint: Path, rows: list[Trajectory]) -> Training:
         loss.backward()
         losses.append(float(loss.detach()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)))
+        before = [parameter.detach().clone() for parameter in parameters]
         optimizer.step()
         optimizer.zero_grad()
+    added = torch.cat([(p - b).flatten() for p, b in zip(parameters, before)]).norm()
+    ratio = added / torch.cat([parameter.flatten() for parameter in parameters]).norm()
     weights = {name: p.detach() for name, p in policy.named_parameters()}
-    return Training(norms, weights, losses, before_last)
+    return Training(norms, weights, losses, float(ratio), before_last)
 
 
 def saved_form(policy: torch.nn.Module, optimizer: torch.optim.AdamW) -> dict[str, dict]:
