@@ -173,7 +173,7 @@ class MegatronCoreBackend:
     def update_ratio(self) -> float:
         squares = sum(
             squared_update_and_weight(part.optimizer, param_is_not_tensor_parallel_duplicate)
-            for part in self._parts()
+            for part in self.optimizer.chained_optimizers
         ).to(self.device)
         dist.all_reduce(squares)  # every part of a weight is stepped by one rank
         return float((squares[0] / squares[1]).sqrt())

@@ -158,7 +158,9 @@ def test_the_router_learns_under_replay_as_transformers_does(
 
 
 @both
-def test_a_frozen_router_stays_and_the_rest_moves(backend_class, checkpoint, rows):
+def test_a_frozen_router_stays_the_rest_moves_and_both_are_saved(
+    backend_class, checkpoint, rows, tmp_path
+):
     optimizer = OPTIMIZER.model_copy(update={"freeze_router": True})
     backend = build(backend_class, checkpoint, replay=False, optimizer=optimizer)
     denominator = sum(row.action_tokens for row in rows)
@@ -168,6 +170,10 @@ def test_a_frozen_router_stays_and_the_rest_moves(backend_class, checkpoint, row
     for layer in (f"model.language_model.layers.{number}.mlp" for number in range(2)):
         assert f"{layer}.experts.down_proj" in moved
         assert f"{layer}.gate.weight" not in moved
+    backend.save(tmp_path / "state").result()
+    again = build(backend_class, checkpoint, replay=False, optimizer=optimizer)
+    again.load(tmp_path / "state")
+    assert largest_difference(dict(again.named_weights()), weights) == 0
 
 
 @both
