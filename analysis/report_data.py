@@ -78,6 +78,7 @@ def _arm(experiment: Experiment, name: str, role: str) -> dict[str, Any]:
         "success_low": low,
         "success_high": high,
         "retried": sum(run.attempts > 1 for run in runs),
+        "forced": sum(bool(run.run.get("forced")) for run in runs),
         "beyond_plan": sum(run.system == name for run in experiment.beyond),
         "lost_runs": [
             {"seed": run.seed, "folder": run.folder, "reason": run.reason}

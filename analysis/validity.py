@@ -117,6 +117,23 @@ def not_restarted(pair: Pair) -> Finding:
 
 
 @pair_check(
+    "no forced retry",
+    "no run that failed was tried again by force",
+    "an outcome tried again until it looks better is a choice of results",
+    effect="flag",
+)
+def no_forced_retry(pair: Pair) -> Finding:
+    def judge(run: RunRecord) -> int:
+        forced = run.run.get("forced", [])
+        if forced:
+            states = ", ".join(str(entry.get("state", "?")) for entry in forced)
+            raise Problem(f"tried again by force after {states}")
+        return 0
+
+    return each_run(pair, judge, lambda seen: f"{len(seen)} runs unforced")
+
+
+@pair_check(
     "policy updated",
     "optimizer_steps and policy_version rise, and grad_norm > 0, in {updated_share:.0%} of steps",
     "throughput without a policy update is not training",
@@ -326,6 +343,7 @@ HEALTH = (
     finite_records,
     full_length,
     not_restarted,
+    no_forced_retry,
     policy_updated,
     samples_kept,
     same_distribution,

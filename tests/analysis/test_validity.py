@@ -95,6 +95,10 @@ FAULTS = {
     ),
     "conformance": (set_run(lambda run: run["conformance"].update(passed=False)), "failed in molt-s1"),
     "not restarted": (set_field("attempt", 2), "records of 2 attempts"),
+    "no forced retry": (
+        set_run(lambda run: run.update(forced=[{"state": "DIVERGED", "attempt": 1}])),
+        "tried again by force after DIVERGED",
+    ),
     "router ties": (set_field("tokens_router_tied", 5, step=0), "of the probed tokens"),
     "run accounting": ({"seeds": (0, 1, 2, 3), "lost": {("molt", 0): "oom", ("molt", 1): "oom"}}, "molt: 2 runs lost"),
 }  # fmt: skip
