@@ -6,6 +6,7 @@ here and nowhere else, and say so. A figure is a pure function from runs or resu
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -85,13 +86,17 @@ def forest(results: Sequence[EndpointResult]) -> str:
         axes.axvline(0, color=INK, lw=0.8)
         reach = 2.0
         for row, result in enumerate(reversed(results)):
-            label = f"{title_of(result, results)}\n{wording.margin(result.endpoint)}"
+            label = plain(f"{title_of(result, results)}\n{wording.margin(result.endpoint)}")
             axes.text(
                 -0.01, row, label, transform=axes.get_yaxis_transform(), ha="right", va="center"
             )
             if result not in shown:
                 invalid = result.decision.verdict == Verdict.INVALID
-                why = f"INVALID: {result.decision.detail}" if invalid else "some runs have no value"
+                why = (
+                    plain(f"INVALID: {result.decision.detail}")
+                    if invalid
+                    else "some runs have no value"
+                )
                 axes.text(1.01, row, why, transform=axes.get_yaxis_transform(), va="center")
                 continue
             c = result.comparison
@@ -229,7 +234,7 @@ def distributions(
             axes.set_yticks(
                 range(len(values)), [f"{arm} (n = {len(v)})" for arm, v in values.items()]
             )
-            axes.set(ylim=(-0.4, len(values) - 0.5), xlabel=result.endpoint.unit)
+            axes.set(ylim=(-0.4, len(values) - 0.5), xlabel=plain(result.endpoint.unit))
             axes.invert_yaxis()
             axes.grid(axis="y", visible=False)
             axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -264,7 +269,7 @@ def _curves(experiment: Experiment, field: str, label: str, *, smoothing: int, m
         if not axes.has_data():
             plt.close(figure)
             return ""
-        axes.set(xlabel="step", ylabel=label)
+        axes.set(xlabel="step", ylabel=plain(label))
         axes.margins(x=0.01)
         figure.legend(loc="outside upper left", ncols=3, fontsize=9)
         return to_svg(figure, field)
@@ -323,4 +328,9 @@ def to_svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     head, body = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{name}">{body}'
+    return f'{head} role="img" aria-label="{html.escape(name)}">{body}'
+
+
+def plain(text: str) -> str:
+    """A name as it is: matplotlib would read what stands between two dollar signs as mathematics."""
+    return text.replace("$", r"\$")

@@ -12,7 +12,18 @@ from matplotlib import pyplot as plt
 from analysis import wording
 from analysis.inference import Verdict
 from analysis.load import Attempt, Experiment, RunRecord
-from analysis.plots import ARM_COLOURS, EDGE, FAINT, INK, LINES, STYLE, WIDE, title_of, to_svg
+from analysis.plots import (
+    ARM_COLOURS,
+    EDGE,
+    FAINT,
+    INK,
+    LINES,
+    STYLE,
+    WIDE,
+    plain,
+    title_of,
+    to_svg,
+)
 from analysis.power import TARGET_POWER, spread_factors, tost_power, welch_power
 from analysis.verdict import EndpointResult
 
@@ -55,7 +66,7 @@ def timeline(experiment: Experiment) -> str:
                         start + width / seconds / 2, row, text, ha="center", va="center", fontsize=8,
                         color="#111111", bbox={"fc": "#ffffff", "ec": "none", "alpha": 0.85, "pad": 1},
                     )  # fmt: skip
-        hosts = [host for host, lane in names]
+        hosts = [plain(host) for host, lane in names]
         axes.set_yticks(
             range(len(names)), [h if lane == 0 else "" for h, (_, lane) in zip(hosts, names)]
         )
@@ -102,7 +113,7 @@ def power_curves(results: Sequence[EndpointResult]) -> list[tuple[str, str]]:
             figure, axes = plt.subplots(figsize=(3.9, 2.6))
             for index, (label, power) in enumerate(
                 (
-                    (f"equivalence within {wording.margin(result.endpoint)}", tost_power),
+                    (plain(f"equivalence within {wording.margin(result.endpoint)}"), tost_power),
                     ("a difference of one margin", welch_power),
                 )
             ):

@@ -163,6 +163,17 @@ def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, capsys):
     assert len(rows) == 1 and len(re.split(r"(?<!\\)\|", rows[0])) == 10  # eight cells, two ends
 
 
+def test_names_with_markup_or_dollar_signs_are_text_on_the_page(tmp_path):
+    odd = ACCURACY.model_copy(
+        update={"name": '"><script>alert(1)</script> $a$', "unit": "$/x$ <b>"}
+    )
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=20, endpoints=(odd,))
+    write_report(folder)
+    page = (folder / "report" / "report.html").read_text()
+    assert "<script" not in page and "<b>\n" not in page
+    assert page.count("&lt;script&gt;") >= 5 and "$/x$ &lt;b&gt;" in page
+
+
 def test_several_scales_with_a_plan_ask_which(sound, tmp_path, capsys):
     for scale in ("cluster", "gpu"):
         (tmp_path / "moe_vl" / scale).mkdir(parents=True)
