@@ -312,8 +312,9 @@ def environment(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[st
     code = code_path(folder, run)
     path = [str(code), str(code / "molt_core" / "_site"), *run.get("import_path", [])]
     path += filter(None, [os.environ.get("PYTHONPATH")])
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     return {
-        **os.environ,
+        **own,  # a user's program may start scripts that import what lies beside them
         MARK: run["identity"],
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",

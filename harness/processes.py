@@ -29,10 +29,13 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def own_environment() -> dict[str, str]:
-    """The environment of a child that imports the harness, wherever it starts."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+def own_environment(code: Path = ROOT) -> dict[str, str]:
+    """The environment of a child that imports the harness from ``code``, wherever it starts.
+
+    PYTHONSAFEPATH: the folder that it starts in does not come first on the import path, as it does with ``python -m``.
+    """
+    path = [str(code), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def become_subreaper() -> None:

@@ -23,6 +23,7 @@ from typing import Annotated
 
 import typer
 
+from harness.identity import TOOLS, take_snapshot
 from harness.processes import end_leftovers, own_environment, signalled_when_parent_dies
 from harness.run_folder import Busy, RunFolder, edit_json, hold, read_json
 from harness.status import is_asked_for, queue_lock
@@ -79,6 +80,10 @@ class Queue:
     stopping: bool = False
     sync_failed: bool = False
 
+    def __post_init__(self) -> None:
+        # Jobs start over hours: they work with this queue's code, not with what has been edited since.
+        self.code = take_snapshot(self.scale_folder.parents[1] / ".code", code=TOOLS).path.resolve()
+
     def work(self, on_tick: Callable[[], None] = lambda: None) -> None:
         """Raises Busy where another queue works here. ``on_tick`` is called about twice a second."""
         with self._signals(), ExitStack() as after:
@@ -126,7 +131,7 @@ class Queue:
             cores = take_cores(folder.run["resources"]["cpus_per_node"])
             if cores is None:
                 return
-            self.jobs[folder.name] = Job(folder, start_job(folder), cores)
+            self.jobs[folder.name] = Job(folder, start_job(folder, self.code), cores)
 
     def _collect(self) -> None:
         for name, job in list(self.jobs.items()):
@@ -167,8 +172,8 @@ class Queue:
                 signal.signal(number, handler)
 
 
-def start_job(folder: RunFolder) -> subprocess.Popen:
-    """``python -m harness.job`` in a session of its own, so that Ctrl-C reaches the queue and not the job."""
+def start_job(folder: RunFolder, code: Path) -> subprocess.Popen:
+    """``python -m harness.job``, imported from ``code``, in a session of its own: Ctrl-C reaches the queue and not the job."""
     queue = os.getpid()
     with open(folder.path / "job.log", "ab") as log:
         return subprocess.Popen(
@@ -176,7 +181,7 @@ def start_job(folder: RunFolder) -> subprocess.Popen:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_without_slurm(own_environment()),
+            env=_without_slurm(own_environment(code)),
             start_new_session=True,
             preexec_fn=lambda: signalled_when_parent_dies(signal.SIGTERM, queue),
         )

@@ -139,7 +139,8 @@ def parameters(
 
 def setup_lines(cluster: Cluster, code: Path) -> list[str]:
     """Shell before the job: the profile's lines and variables, and where this harness is imported from."""
-    exports = {**cluster.environment, "PYTHONPATH": str(code)}
+    # Without the second, `python -m` would import from the folder that sbatch was called in before anything else.
+    exports = {**cluster.environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(code)}
     lines = [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
     lines[-1] += '"${PYTHONPATH:+:$PYTHONPATH}"'
     return [*cluster.setup, *lines]

@@ -404,6 +404,25 @@ def test_cores_are_the_same_whatever_a_shell_calls_its_temporary_folder(monkeypa
         assert held is not None
 
 
+def test_a_job_is_of_the_code_that_its_queue_began_with(make_run, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where `python -m` would find the working tree first
+    body = """
+import subprocess
+parent = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\\0")
+path = next(v for v in parent if v.startswith(b"PYTHONPATH=")).decode().partition("=")[2]
+show = "import harness.job; print(harness.job.__file__)"
+job = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+print(subprocess.run([sys.executable, "-c", show], env=job, capture_output=True, text=True).stdout)
+print(b"PYTHONSAFEPATH=1" in parent, "PYTHONSAFEPATH" in os.environ)
+"""
+    folder = make_run(body=body + TRAIN)
+    ask(in_scale(folder), [folder.name], [folder.name])
+    Queue(in_scale(folder)).work()
+    imported, _, safe, *_ = (folder.attempts[0] / "output.log").read_text().splitlines()
+    assert Path(imported).is_relative_to(in_scale(folder).parents[1] / ".code")
+    assert safe == "True False"
+
+
 def test_a_queue_inside_an_allocation_hides_it_from_its_runs(make_run, monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURMD_NODENAME"):
         monkeypatch.setenv(name, "7")
