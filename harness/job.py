@@ -202,11 +202,15 @@ def _watch(
         ended = reap()
         if child.pid in ended:
             child.returncode = ended[child.pid]
+            # Slurm signals every process of a job at once, and the command may be the first to go.
+            if child.returncode < 0 and (number := _signalled(caught)) is not None:
+                told = requeue.notice(number, job_id)
+                return Ending(told.state, told.reason, child.returncode)
             memory = kills_for_memory() > kills
             return Ending(*judge_exit(folder, attempt, child.returncode, memory), child.returncode)
         now = time.monotonic()
-        if caught is not None and caught.si_signo != signal.SIGCHLD:
-            return _told_to_end(caught.si_signo, child, folder, attempt)
+        if (number := _signalled(caught, 0)) is not None:
+            return _told_to_end(number, child, folder, attempt)
         latest = _progress(folder, attempt, since=_start_time(attempt))
         if latest != progress:
             progress, seen_at = latest, now
@@ -218,6 +222,13 @@ def _watch(
         if job_id is None and now - started > resources["time_limit_s"]:  # else it is Slurm's
             code = _stop(child)
             return Ending("TIMEOUT", f"over its time limit of {resources['time_limit_s']} s", code)
+
+
+def _signalled(caught: signal.struct_siginfo | None, patience_s: float = 0.5) -> int | None:
+    """The signal that tells this job to end: the one caught, or one that arrives within ``patience_s``."""
+    if caught is None or caught.si_signo == signal.SIGCHLD:
+        caught = signal.sigtimedwait([s for s in WATCHED if s != signal.SIGCHLD], patience_s)
+    return None if caught is None else caught.si_signo
 
 
 def _told_to_end(number: int, child: subprocess.Popen, folder: RunFolder, attempt: Path) -> Ending:

@@ -80,12 +80,12 @@ def standing(folder: RunFolder, job_id: str, job: Job | None, down: str = "") ->
     if job is not None and job.waits:
         before = f", after {own['reason']}" if own else ""
         return Standing("WAITING", _waits(job.reason) + before, job_id)
+    if job is not None and job.lives:
+        state = "RUNNING" if job.works else "UNKNOWN"
+        ended = f"its attempt ended {own['reason']}; " if own else ""
+        return Standing(state, f"{ended}Slurm says {job.state}", job_id, job.nodes)
     if own is not None and not own.get("requeued"):
         return None
-    if job is not None and job.works:
-        return Standing("RUNNING", f"Slurm says {job.state}", job_id, job.nodes)
-    if job is not None and job.lives:
-        return Standing("UNKNOWN", f"Slurm says {job.state}", job_id, job.nodes)
     if job is not None:
         return _ended(folder, job_id, job)
     return _silent(folder, job_id, down)

@@ -22,6 +22,7 @@ def save(*_):
     state.write_text(str(len((run / "metrics.jsonl").read_text().splitlines())))
     sys.exit(5)
 signal.signal(signal.SIGUSR2, save)
+beat("starting", first - 1)
 for step in range(first, steps + 1):
     time.sleep(PACE)
     record(step, wall_s=PACE)
@@ -40,7 +41,7 @@ def only_train(light, train: str, profile=LOCAL, **options) -> tuple[RunFolder, 
     name = next(r.name for r in expansion.replicates if r.system == "ours")
     send(expansion, profile, only=name)
     folder = RunFolder(expansion.folder / name)
-    wait_until(lambda: (folder.heartbeat or {}).get("step", 0) >= 1, 60)
+    wait_until(lambda: (folder.heartbeat or {}).get("time_unix"), 60)
     return folder, expansion
 
 
@@ -194,3 +195,24 @@ def test_the_job_ids_of_an_array_are_its_tasks(light):
     assert tasks == [f"{array}_{number}" for number in range(len(tasks))]
     assert job_ids(expansion.folder) == ids
     settled(expansion)
+
+
+def test_a_run_that_is_requeued_by_hand_goes_on(light):
+    folder, expansion = only_train(light, slow(1.0))
+    run("scontrol", "requeue", job_ids(expansion.folder)[folder.name])
+    assert settled(expansion, 90)[folder.name] == "DONE"
+    assert [end["state"] for end in ends(folder)] == ["KILLED", "DONE"]
+
+
+def test_a_job_that_is_killed_outright_is_dead_only_when_slurm_says_so(light):
+    """Nothing is written, and the account is Slurm's."""
+    body = """
+beat("starting", 0)
+time.sleep(3)
+os.kill(os.getppid(), 9)
+time.sleep(600)
+"""
+    folder, expansion = only_train(light, body)
+    assert settled(expansion)[folder.name] == "KILLED"
+    assert ends(folder) == [None]
+    assert "before it could write why" in status_of(expansion, folder.name).why
