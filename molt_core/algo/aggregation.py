@@ -95,15 +95,15 @@ def weighted_rollouts(
     """
     frozen = frozen or {}
     tokens = rollout_tokens(batch, frozen)
-    cuts = np.cumsum([rollout.action_tokens for rollout in batch.rollouts])[:-1]
-    parts = [
-        np.split(advantages(tokens, config).numpy(), cuts),
-        np.split(AGGREGATIONS[config.aggregation](tokens, config).float().numpy(), cuts),
+    values = [
+        advantages(tokens, config).numpy(),
+        AGGREGATIONS[config.aggregation](tokens, config).float().numpy(),
     ]
     if "reference" in frozen:
-        parts.append(np.split(frozen["reference"].astype(np.float32), cuts))
+        values.append(frozen["reference"].astype(np.float32))
+    edges = np.cumsum([0, *(rollout.action_tokens for rollout in batch.rollouts)]).tolist()
     return [
-        WeightedRollout(rollout.segments, *values)
-        for rollout, *values in zip(batch.rollouts, *parts, strict=True)
+        WeightedRollout(rollout.segments, *(array[start:stop] for array in values))
+        for rollout, start, stop in zip(batch.rollouts, edges, edges[1:])
         if rollout.segments
     ]
