@@ -1,9 +1,10 @@
-"""What the algorithm costs beside the model:  OMP_NUM_THREADS=1 python -m tests.bench.algorithms [SAMPLES]
+"""What the algorithm costs beside the model:  OMP_NUM_THREADS=1 python -m tests.bench.algorithms [SAMPLES [ANSWER_TOKENS]]
 
 On the demo's batch (16 prompts x 8 samples, one image a prompt), one rank, one thread, float32: the time of every estimator
 (from groups to weighted rollouts) and of every loss (from log-probabilities to a scalar, correction and metrics included), each
 as a share of the policy's forward pass, in an order drawn anew each round. The shares are the result; the times belong to the
-machine. A real policy's shares are smaller: the algorithm sees a few numbers a token whatever the size of the model.
+machine. A real policy's shares are smaller: the algorithm sees a few numbers a token whatever the size of the model, and its
+cost a rollout is spread over longer answers (ANSWER_TOKENS; the demo's have 4).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ LOSSES = {
 }
 
 
-def demo_batch(checkpoint: Path) -> Batch:
+def demo_batch(checkpoint: Path, actions: int) -> Batch:
     """The demo's rows as groups, rewarded by chance."""
-    rng, rows = np.random.default_rng(0), demo_rows(checkpoint)
+    rng, rows = np.random.default_rng(0), demo_rows(checkpoint, actions)
     groups = []
     for prompt in range(PROMPTS):
         members = rows[prompt * SAMPLES_EACH : (prompt + 1) * SAMPLES_EACH]
@@ -72,12 +73,12 @@ def interleaved(work: dict[str, Callable[[], object]], samples: int) -> dict[str
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def main(samples: int) -> None:
+def main(samples: int, actions: int) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = build_tiny_qwen3_vl_moe(Path(folder) / "tiny")
         policy = ActionPolicy(load_policy(checkpoint).train())
-        batch = demo_batch(checkpoint)
+        batch = demo_batch(checkpoint, actions)
     count = batch.action_tokens
     frozen = {"reference": np.full(count, -5.0, np.float32)}
     rollouts: list[WeightedRollout] = weighted_rollouts(batch, AlgorithmConfig(), frozen)
@@ -106,4 +107,7 @@ def main(samples: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    samples, actions, *_ = [int(argument) for argument in sys.argv[1:]] + [20, 4][
+        len(sys.argv) - 1 :
+    ]
+    main(samples, actions)

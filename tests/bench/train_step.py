@@ -35,18 +35,18 @@ from tests.harness.trainer_cases import MODEL, PLAIN, backend_step, policy_gradi
 PROMPTS, SAMPLES_EACH, ACTIONS, WARMUP = 16, 8, 4, 3
 
 
-def demo_rows(checkpoint: Path) -> list[Trajectory]:
-    """The demo's batch, with random answers."""
+def demo_rows(checkpoint: Path, actions: int = ACTIONS) -> list[Trajectory]:
+    """The demo's batch, with random answers of ``actions`` tokens."""
     renderer, rng, rows = Renderer(checkpoint), np.random.default_rng(0), []
     for number in range(PROMPTS):
         prompt = renderer.prompt(ShapesVariant().train_item(0, number), number)
-        start, stop = len(prompt.token_ids), len(prompt.token_ids) + ACTIONS
+        start, stop = len(prompt.token_ids), len(prompt.token_ids) + actions
         for _ in range(SAMPLES_EACH):
             sampled = np.arange(stop) >= start
             rows.append(
                 Trajectory(
                     token_ids=np.array(
-                        [*prompt.token_ids, *rng.integers(0, 256, ACTIONS)], np.int32
+                        [*prompt.token_ids, *rng.integers(0, 256, actions)], np.int32
                     ),
                     prompt_length=start,
                     action_mask=sampled,
