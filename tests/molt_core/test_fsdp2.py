@@ -171,9 +171,10 @@ def test_it_saves_what_the_plain_trainer_holds_and_goes_on_from_it(checkpoint, o
         backend_step(backend, *step)
     backend.save(tmp_path / "own").result()
     assert_saved_form(tmp_path / "own", oracle.before_last)
-    backend.load(save_form(oracle.before_last, tmp_path / "plain"))
-    backend_step(backend, *step)
-    assert largest_difference(dict(backend.named_weights()), oracle.weights) < 5e-6
+    resumed = build(checkpoint)
+    resumed.load(save_form(oracle.before_last, tmp_path / "plain"))
+    backend_step(resumed, *step)
+    assert largest_difference(dict(resumed.named_weights()), oracle.weights) < 5e-6
 
 
 def test_frozen_routers_are_named_and_can_be_left_out(checkpoint):
