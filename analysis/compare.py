@@ -35,7 +35,7 @@ from analysis.inference import (
     stand_in_sample,
 )
 from analysis.plan import Endpoint
-from analysis.power import tost_power
+from analysis.sample_size import tost_power
 from analysis.verdict import decide
 
 UNCHECKED = "validity was not checked: whether the runs trained, and under one protocol, is not in these numbers"

@@ -21,7 +21,7 @@ from scipy import stats
 from statsmodels.stats.weightstats import ttost_ind, ttost_paired
 
 from analysis.permutation import exact_p
-from analysis.power import NeededRuns, needed_runs
+from analysis.sample_size import NeededRuns, needed_runs
 
 LEAST_RUNS = 3
 

@@ -24,7 +24,7 @@ from analysis.plots import (
     title_of,
     to_svg,
 )
-from analysis.power import TARGET_POWER, spread_factors, tost_power, welch_power
+from analysis.sample_size import TARGET_POWER, spread_factors, tost_power, welch_power
 from analysis.verdict import EndpointResult
 
 HATCHES = ("", "///", "...", "xxx")

@@ -1,12 +1,10 @@
-"""How many runs a claim needs, before the money is spent: power of Welch's test and of TOST, and smallest provable margins.
-
-For normal runs the difference of means and the two variances are independent, so the power is the mean, over the two
-chi-square laws of the variances, of a normal probability: computed on a fixed grid of their quantiles, without random
-draws, and right for unequal spreads, where textbook formulas are not.
+"""How many runs a claim needs, before the money is spent, from an experiment's file and the spread of a pilot.
 
     python -m analysis.power                                            in units of the spread between runs
     python -m analysis.power experiments/moe_vl.yaml                    how small the spread must be for the margins to be shown
     python -m analysis.power experiments/moe_vl.yaml --pilot runs/moe_vl/tiny     with the spread that finished runs show
+
+``submit`` prints the same sentences (``prospects``). The arithmetic is in ``sample_size.py``.
 """
 
 from __future__ import annotations
@@ -16,165 +14,24 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from scipy import optimize, stats
 
 from analysis.plan import Endpoint
-
-TARGET_POWER = 0.8
-MAX_RUNS = 10_000
-RUNS = (3, 4, 5, 8, 10, 15, 20)
-SPREAD_LEVEL = 0.8
-"""Level of the spread's own interval in a range of needed runs: at n = 3 a 95 % one spans a factor of 12."""
-
-
-def tost_power(
-    n: int,
-    sd: float,
-    sd_baseline: float | None,
-    margin: float,
-    *,
-    difference: float = 0.0,
-    alpha: float = 0.05,
-) -> float:
-    """Probability that Welch's TOST shows |difference| < margin with ``n`` normal runs a side (Schuirmann 1987).
-
-    All of sd, margin and difference are in one unit (for a ratio endpoint: of the logarithm). ``sd_baseline`` None: sd is
-    that of paired differences, n counts pairs; the same holds for the other functions of power here.
-    """
-    standard_error, critical, scale = _grid(n, sd, sd_baseline, 1 - alpha)
-    half_width = margin - critical * standard_error
-    inside = stats.norm.cdf((half_width - difference) / scale) - stats.norm.cdf(
-        (-half_width - difference) / scale
-    )
-    return float(np.where(half_width > 0, inside, 0.0).mean())
-
-
-def non_inferiority_power(
-    n: int,
-    sd: float,
-    sd_baseline: float | None,
-    margin: float,
-    *,
-    difference: float = 0.0,
-    alpha: float = 0.05,
-) -> float:
-    """Probability that the one-sided test shows "not worse by more than margin"; ``difference`` > 0 is better."""
-    standard_error, critical, scale = _grid(n, sd, sd_baseline, 1 - alpha)
-    return float(stats.norm.sf((critical * standard_error - margin - difference) / scale).mean())
-
-
-def welch_power(
-    n: int, sd: float, sd_baseline: float | None, difference: float, *, alpha: float = 0.05
-) -> float:
-    """Probability that Welch's two-sided test sees a true ``difference`` with ``n`` normal runs a side."""
-    standard_error, critical, scale = _grid(n, sd, sd_baseline, 1 - alpha / 2)
-    beyond = critical * standard_error
-    above = stats.norm.sf((beyond - difference) / scale)
-    below = stats.norm.cdf((-beyond - difference) / scale)
-    return float((above + below).mean())
-
-
-def runs_for_equivalence(
-    sd: float,
-    sd_baseline: float | None,
-    margin: float,
-    *,
-    alpha: float = 0.05,
-    power: float = TARGET_POWER,
-) -> int | None:
-    """Least runs a side for TOST to reach ``power`` where the arms are truly equal; None above 10,000."""
-    return _least_n(lambda n: tost_power(n, sd, sd_baseline, margin, alpha=alpha), power)
-
-
-def runs_for_non_inferiority(
-    sd: float,
-    sd_baseline: float | None,
-    margin: float,
-    *,
-    alpha: float = 0.05,
-    power: float = TARGET_POWER,
-) -> int | None:
-    """Least runs a side to show non-inferiority with ``power`` where the arms are truly equal; None above 10,000."""
-    return _least_n(lambda n: non_inferiority_power(n, sd, sd_baseline, margin, alpha=alpha), power)
-
-
-def runs_for_difference(
-    sd: float,
-    sd_baseline: float | None,
-    difference: float,
-    *,
-    alpha: float = 0.05,
-    power: float = TARGET_POWER,
-) -> int | None:
-    """Least runs a side for Welch's test to see ``difference`` with ``power``; None above 10,000."""
-    return _least_n(lambda n: welch_power(n, sd, sd_baseline, difference, alpha=alpha), power)
-
-
-@dataclass(frozen=True)
-class NeededRuns:
-    """Runs a side that would settle equivalence: at the lower bound of the spread, its estimate, its upper bound.
-
-    None stands for more than 10,000.
-    """
-
-    low: int | None
-    estimate: int | None
-    high: int | None
-
-    def at_least(self, n: int) -> NeededRuns:
-        """The same range, cut at ``n`` from below."""
-        return NeededRuns(
-            *(m if m is None else max(m, n) for m in (self.low, self.estimate, self.high))
-        )
-
-    def __str__(self) -> str:
-        low, estimate, high = (
-            f"more than {MAX_RUNS:,}" if n is None else str(n)
-            for n in (self.low, self.estimate, self.high)
-        )
-        return f"{low} a side" if low == high else f"{estimate} a side, range {low} to {high}"
-
-
-def spread_factors(df: float) -> tuple[float, float]:
-    """(low, high): by how much the true spread may differ from the one seen, its 80 % chi-square interval."""
-    tail = (1 - SPREAD_LEVEL) / 2
-    return (
-        math.sqrt(df / stats.chi2.ppf(1 - tail, df)),
-        math.sqrt(df / stats.chi2.ppf(tail, df)),
-    )
-
-
-def needed_runs(
-    sd: float,
-    sd_baseline: float | None,
-    df: float,
-    margin: float,
-    *,
-    alpha: float = 0.05,
-    one_sided: bool = False,
-) -> NeededRuns:
-    """Runs a side that TOST needs at a true difference of 0, with the chi-square interval of the spread (80 %).
-
-    df: degrees of freedom of the pooled spread, Welch-Satterthwaite's where the spreads differ. one_sided: for
-    non-inferiority in place of equivalence.
-    """
-    count = runs_for_non_inferiority if one_sided else runs_for_equivalence
-    low, high = spread_factors(df)
-    factors = (low, 1.0, high)
-    return NeededRuns(
-        *(
-            count(sd * f, None if sd_baseline is None else sd_baseline * f, margin, alpha=alpha)
-            for f in factors
-        )
-    )
+from analysis.sample_size import (
+    RUNS,
+    TARGET_POWER,
+    PowerRow,
+    needed_runs,
+    non_inferiority_power,
+    power_table,
+    smallest_margin,
+    tost_power,
+)
 
 
 @dataclass(frozen=True)
@@ -187,81 +44,33 @@ class PilotSpread:
     df: float
 
 
-@dataclass(frozen=True)
-class PowerRow:
-    """What ``n`` runs a side can show: with power 0.8 the smallest margin and difference, in the unit of the spread.
-
-    power_margin: power to show equivalence within the endpoint's own margin; power_difference: to see a difference as
-    large as it. None without a margin.
-    """
-
-    n: int
-    smallest_margin: float
-    smallest_difference: float
-    power_margin: float | None = None
-    power_difference: float | None = None
-
-
-def power_table(
-    runs: Sequence[int] = RUNS,
-    spread: float = 1.0,
-    spread_baseline: float | None = None,
-    *,
-    margin: float | None = None,
-    alpha: float = 0.05,
-    power: float = TARGET_POWER,
-) -> tuple[PowerRow, ...]:
-    """Smallest provable margin (TOST, arms truly equal) and smallest visible difference (Welch) for each n.
-
-    ``spread`` is the standard deviation between runs; 1.0 gives the table in units of it. margin: on the scale of the
-    spread. Raises ValueError for n < 3.
-    """
-    if min(runs) < 3:
-        raise ValueError(f"n = {min(runs)}: no inference is made from fewer than 3 runs a side")
-    other = spread if spread_baseline is None else spread_baseline
-    largest = max(spread, other)
-    rows = []
-    for n in runs:
-        smallest, difference = (
-            optimize.brentq(lambda x, n=n, f=f: f(n, spread, other, x, alpha=alpha) - power, 0, 100 * largest)
-            for f in (tost_power, welch_power)
-        )  # fmt: skip
-        own = [
-            None if margin is None else f(n, spread, other, margin, alpha=alpha)
-            for f in (tost_power, welch_power)
-        ]
-        rows.append(PowerRow(n, smallest, difference, *own))
-    return tuple(rows)
-
-
-def largest_spread(n: int, margin: float, *, alpha: float = 0.05) -> float:
-    """The spread between runs, equal in both arms, up to which ``n`` runs a side show equivalence with power 0.8."""
-    return margin / power_table((n,), alpha=alpha)[0].smallest_margin
-
-
 def outlook(endpoint: Endpoint, n: int, pilot: PilotSpread | None, *, alpha: float = 0.05) -> str:
     """One sentence before the money is spent: what ``n`` runs a side can show of an endpoint."""
-    ratio = endpoint.scale == "ratio"
+    ratio, one_sided = endpoint.scale == "ratio", endpoint.non_inferiority
     margin = math.log1p(endpoint.margin) if ratio else endpoint.margin
 
     def shown(value: float) -> str:
         return f"{math.expm1(value):.1%}" if ratio else f"{value:.2g} {endpoint.unit}"
 
-    within = f"±{endpoint.margin:.0%}" if ratio else f"±{endpoint.margin:g} {endpoint.unit}"
+    within = f"{endpoint.margin:.0%}" if ratio else f"{endpoint.margin:g} {endpoint.unit}"
+    within = f"NON-INFERIOR within {within}" if one_sided else f"EQUIVALENT within ±{within}"
     if n < 3:
         return f"{endpoint.name}: {n} runs a side allow no inference; 3 is the least"
     if pilot is None:
+        spread = margin / smallest_margin(n, 1.0, 1.0, one_sided=one_sided, alpha=alpha)
         return (
-            f"{endpoint.name}: {n} runs a side can show EQUIVALENT within {within} (power {TARGET_POWER:.0%}) where the "
-            f"spread between runs is at most {shown(largest_spread(n, margin, alpha=alpha))}"
+            f"{endpoint.name}: {n} runs a side can show {within} (power {TARGET_POWER:.0%}) where the spread between runs "
+            f"is at most {shown(spread)}"
         )
-    power = tost_power(n, pilot.sd, pilot.sd_baseline, margin, alpha=alpha)
-    row = power_table((n,), pilot.sd, pilot.sd_baseline, alpha=alpha)[0]
-    needed = needed_runs(pilot.sd, pilot.sd_baseline, pilot.df, margin, alpha=alpha)
+    spreads = (pilot.sd, pilot.sd_baseline)
+    power_of = non_inferiority_power if one_sided else tost_power
+    power = power_of(n, *spreads, margin, alpha=alpha)
+    least = smallest_margin(n, *spreads, one_sided=one_sided, alpha=alpha)
+    needed = needed_runs(*spreads, pilot.df, margin, alpha=alpha, one_sided=one_sided)
     return (
         f"{endpoint.name}: with the pilot's spread ({pilot.candidate} {shown(pilot.sd)}, baseline "
-        f"{shown(pilot.sd_baseline)}) {n} runs a side show EQUIVALENT within {within} with power {power:.0%}; the smallest "
-        f"margin they can show is {shown(row.smallest_margin)}; {within} takes n = {needed}"
+        f"{shown(pilot.sd_baseline)}) {n} runs a side show {within} with power {power:.0%}; the smallest margin they can "
+        f"show is {shown(least)}; the declared one takes n = {needed}"
     )
 
 
@@ -304,38 +113,6 @@ def render_power_table(rows: Sequence[PowerRow], unit: str = "run SD", title: st
         powers = [f"{row.power_margin:.0%}", f"{row.power_difference:.0%}"] if own else []
         table.add_row(str(row.n), show(row.smallest_margin), show(row.smallest_difference), *powers)
     return table
-
-
-@lru_cache(maxsize=4096)
-def _grid(
-    n: int, sd: float, sd_baseline: float | None, quantile: float, points: int = 96
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """(standard errors, critical t values) over a grid of the variances' quantiles, and the true standard error."""
-    if n < 2:
-        raise ValueError(f"n = {n}: a spread needs two runs")
-    levels = (np.arange(points) + 0.5) / points
-    factor = stats.chi2.ppf(levels, n - 1) / (n - 1)
-    if sd_baseline is None:
-        error = sd / math.sqrt(n)
-        return error * np.sqrt(factor), stats.t.ppf(quantile, n - 1), error
-    first = (sd**2 / n * factor)[:, None]
-    second = (sd_baseline**2 / n * factor)[None, :]
-    total = first + second
-    df = total**2 / ((first**2 + second**2) / (n - 1))
-    return np.sqrt(total), stats.t.ppf(quantile, df), math.sqrt((sd**2 + sd_baseline**2) / n)
-
-
-def _least_n(power_of, target: float) -> int | None:
-    """Smallest n >= 3 whose power reaches the target: doubling, then bisection (power rises with n)."""
-    low, high = 2, 3
-    while power_of(high) < target:
-        if high == MAX_RUNS:
-            return None
-        low, high = high, min(2 * high, MAX_RUNS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power_of(middle) >= target else (middle, high)
-    return high
 
 
 def main(arguments: list[str] | None = None) -> int:

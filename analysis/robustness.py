@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from analysis import calibration
 from analysis.inference import Comparison, NoInference, Verdict, compare_samples
 from analysis.measurement import Measurement
-from analysis.power import TARGET_POWER, tost_power
+from analysis.sample_size import TARGET_POWER, tost_power
 from analysis.wording import number, probability
 
 FEW_RUNS = 5

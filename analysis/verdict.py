@@ -20,8 +20,8 @@ from analysis.inference import LEAST_RUNS, Comparison, Verdict
 from analysis.load import Experiment
 from analysis.measurement import Measurement, measure
 from analysis.plan import Endpoint
-from analysis.power import NeededRuns, needed_runs
 from analysis.robustness import Omission, cautions, leave_one_out
+from analysis.sample_size import NeededRuns, needed_runs
 
 
 @dataclass(frozen=True)

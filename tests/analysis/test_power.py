@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from statsmodels.stats.power import TTestIndPower, TTestPower
 
-from analysis.power import (
+from analysis.power import main, outlook
+from analysis.sample_size import (
     NeededRuns,
-    largest_spread,
-    main,
     needed_runs,
     non_inferiority_power,
     power_table,
     runs_for_difference,
     runs_for_equivalence,
+    smallest_margin,
     tost_power,
     welch_power,
 )
-from tests.analysis.synthetic import write_experiment
+from tests.analysis.synthetic import ACCURACY, write_experiment
 
 ROOT = Path(__file__).parents[2]
 LEAN_SD, HEAVY_SD, HEAVY_MEAN = 2.3, 10.3, 109.5
@@ -97,9 +97,17 @@ def test_power_of_pairs_is_that_of_a_one_sample_test():
     assert welch_power(10, 1.0, None, 1.0) == pytest.approx(exact, abs=0.012)
 
 
-def test_the_largest_spread_is_the_one_at_which_the_power_is_as_asked():
-    spread = largest_spread(5, 0.05)
-    assert tost_power(5, spread, spread, 0.05) == pytest.approx(0.8, abs=1e-3)
+def test_the_smallest_margin_is_the_one_at_which_the_power_is_as_asked():
+    margin = smallest_margin(5, 1.0, 2.0)
+    assert tost_power(5, 1.0, 2.0, margin) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_a_one_sided_claim_asks_for_less():
+    """Large n, normal quantiles: (1.645 + 0.842) against (1.645 + 1.282) standard errors."""
+    ratio = smallest_margin(2000, 1.0, 1.0, one_sided=True) / smallest_margin(2000, 1.0, 1.0)
+    assert ratio == pytest.approx((1.645 + 0.842) / (1.645 + 1.282), rel=0.002)
+    declared = ACCURACY.model_copy(update={"non_inferiority": True})
+    assert "can show NON-INFERIOR within 0.03" in outlook(declared, 5, None)
 
 
 def test_the_command_reads_an_experiment_without_a_pilot(capsys):
@@ -116,7 +124,7 @@ def test_the_command_plans_with_a_pilots_spread(sound, capsys):
     printed = capsys.readouterr().out
     assert "held-out accuracy: with the pilot's spread (molt" in printed
     assert len(re.findall(r"│ +3 │.*│ +\d+% │ +\d+% │", printed)) == 3  # a table an endpoint
-    assert "±0.05 share takes n = " in printed
+    assert "the declared one takes n = " in printed
 
 
 def test_a_pilot_alone_brings_its_own_plan(sound, capsys):
