@@ -117,7 +117,7 @@ def main(
     """
     told: dict[str, dict[str, list[str]]] = {}
     try:
-        for folder, within in _chosen(scale_folders(runs, experiment, scale), pattern):
+        for folder, within in chosen(scale_folders(runs, experiment, scale), pattern):
             stopped, dropped = cancel(folder, within)
             name = f"{folder.parent.name}/{folder.name}"
             told[name] = {"stopped": stopped, "waits_no_longer": dropped}
@@ -134,7 +134,7 @@ def main(
             print(json.dumps(told))
 
 
-def _chosen(folders: list[Path], pattern: str | None) -> list[tuple[Path, str | None]]:
+def chosen(folders: list[Path], pattern: str | None) -> list[tuple[Path, str | None]]:
     """(folder, filter on its runs). Raises FileNotFoundError where ``pattern`` names neither an experiment nor a run."""
     if pattern is None:
         return [(folder, None) for folder in folders]

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from harness.cancel import chosen
 from harness.causes import cause
 from harness.queue import ask, start_detached
 from harness.requeue import profile
@@ -88,7 +89,8 @@ def restart(scale_folder: Path, names: Sequence[str], uri: str) -> dict[str, str
 
 def main(
     pattern: Annotated[
-        str | None, typer.Argument(metavar="[FILTER]", help="runs whose name contains this")
+        str | None,
+        typer.Argument(metavar="[FILTER]", help="an experiment, or runs whose name contains this"),
     ] = None,
     experiment: Annotated[str | None, typer.Option(help="only of this experiment")] = None,
     scale: Annotated[str | None, typer.Option(help="only of this scale")] = None,
@@ -105,9 +107,9 @@ def main(
     told: dict[str, dict[str, str]] = {}
     refusals = 0
     try:
-        for folder in scale_folders(runs, experiment, scale):
+        for folder, within in chosen(scale_folders(runs, experiment, scale), pattern):
             statuses = {status.run: status for status in read_statuses(folder)}
-            choice = choose(list(statuses.values()), pattern, force)
+            choice = choose(list(statuses.values()), within, force)
             for name in choice.forced:
                 mark(RunFolder(folder / name), statuses[name])
             names = [*choice.again, *choice.forced]

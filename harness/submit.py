@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from analysis.plan import Plan, PlanError, freeze
-from harness import fingerprints, preflight, show
+from harness import fingerprints, lock, preflight, show
 from harness.canary import with_canaries
 from harness.causes import cause
 from harness.cluster import Cluster, choose_cluster
@@ -80,6 +80,7 @@ def submit(expansion: Expansion, runs: Sequence[Run]) -> tuple[list[str], list[t
     commit = fingerprints.commit(ROOT)
     with hold(expansion.folder / "submit.lock", wait=True):
         freeze(expansion.plan(), expansion.folder / "plan.json")
+        lock.write(expansion, commit)
         start, leave = sort_out(expansion.folder, runs)
         changed = {run.name for run in runs if prepare(expansion, run, commit)}
         ask(expansion.folder, [run.name for run in expansion.runs], start)
