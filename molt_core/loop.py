@@ -35,7 +35,7 @@ from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.refit import RefitReport
 from molt_core.rollout.worker import RolloutWorker
 from molt_core.train.checkpoint import Checkpoint, CheckpointStore, Saver
-from molt_core.train.worker import ProbeResult, TrainerGroup
+from molt_core.train.worker import ProbeResult, StepResult, TrainerGroup
 from molt_core.types import Batch, ContractError, Group, Trajectory
 
 FUTILE_BATCHES = 8
@@ -98,9 +98,8 @@ class Loop:
             for task in self.tasks:
                 task.cancel()
             ends = (worker.shutdown.remote() for worker in self.workers)
-            await asyncio.gather(
-                *ends, return_exceptions=True
-            )  # a dead engine must not hide why it died
+            # The save in progress is completed, also of a run that diverged; a dead engine must not hide why it died.
+            await asyncio.gather(self.saver.wait(), *ends, return_exceptions=True)
         self.writer.heartbeat("finished", self.config.loop.steps)
         return True
 
@@ -210,19 +209,7 @@ class Loop:
         batch: Batch = await self._until(self.pool.take)
         lags = self.pool.lags(batch)
         waited = time.time() - waiting
-        frozen = await self.trainer.frozen_logprobs(
-            [segment for group in batch.groups for segment in group.segments]
-        )
-        rollouts = weighted_rollouts(batch, self.config.algorithm, frozen)
-        result = await self.trainer.step(rollouts)
-        if not np.isfinite([result.sums["loss"], result.grad_norm]).all():
-            what = f"step {step}: loss {result.sums['loss']}, gradient norm {result.grad_norm}"
-            file = self.writer.dump(
-                "diverged_batch.pkl", {"reason": what, "batch": batch, "rollouts": rollouts}
-            )
-            raise Diverged(f"{what}; the step was not taken, its batch is in {file}")
-        self.optimizer_steps += result.stepped
-        self.pool.trained(batch, int(result.sums["tokens"]))
+        result = await self._train(step, batch)
         if self.pool.lockstep:
             waiting = time.time()
             await self._until(lambda: not self.pool.running)
@@ -286,6 +273,23 @@ class Loop:
         if not stops:
             self._dispatch()
         return not stops
+
+    async def _train(self, step: int, batch: Batch) -> StepResult:
+        """One optimiser step. Raises Diverged, with the batch on disk, before weights are touched by what is no number."""
+        frozen = await self.trainer.frozen_logprobs(
+            [segment for group in batch.groups for segment in group.segments]
+        )
+        rollouts = weighted_rollouts(batch, self.config.algorithm, frozen)
+        result = await self.trainer.step(rollouts)
+        if not np.isfinite([result.sums["loss"], result.grad_norm]).all():
+            what = f"step {step}: loss {result.sums['loss']}, gradient norm {result.grad_norm}"
+            file = self.writer.dump(
+                "diverged_batch.pkl", {"reason": what, "batch": batch, "rollouts": rollouts}
+            )
+            raise Diverged(f"{what}; the step was not taken, its batch is in {file}")
+        self.optimizer_steps += result.stepped
+        self.pool.trained(batch, int(result.sums["tokens"]))
+        return result
 
     def _saves(self, step: int) -> bool:
         """The last step leaves the trained policy and no checkpoint."""

@@ -1,5 +1,6 @@
 """What a figure of the record is a mean over: tokens, rollouts, groups or segments, by numbers worked by hand."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from molt_core import metrics
+from molt_core.metrics import RunWriter
 from molt_core.train.worker import ProbeResult, StepResult
 from molt_core.types import Batch, Group, Rollout, Trajectory
 from tests.molt_core.make import group, trajectory
@@ -121,3 +123,23 @@ def test_a_held_out_item_that_failed_counts_as_reward_zero():
 
 def test_overlap_counts_a_moment_once_however_many_engines_decode():
     assert metrics.overlap_s([(0, 4), (2, 6), (9, 20)], started=1.0, ended=10.0) == 6.0
+
+
+def test_a_killed_writer_s_half_line_is_not_glued_to_the_next_record(tmp_path):
+    RunWriter(tmp_path, 1, 5).record({"step": 1})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "attem')
+    RunWriter(tmp_path, 2, 5).record({"step": 2})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["attempt"]) for line in lines] == [(1, 1), (2, 2)]
+
+
+def test_the_mean_reward_does_not_depend_on_the_order_of_arrival():
+    """0.1 + 0.2 + 0.3 is another float than 0.3 + 0.2 + 0.1."""
+    means = []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        sums = metrics.RewardSums()
+        for index in order:
+            sums.add(group(index, rewards=((0.1, 0.2, 0.3)[index],)))
+        means.append(sums.take()["reward_mean"])
+    assert means[0] == means[1]
