@@ -197,8 +197,6 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
         config = scale.configs[arm.name]
         pair = {"baseline": baseline.trainer.model_dump(mode="json")}
         pair["candidate"] = config.trainer.model_dump(mode="json")
-        if protocol_of(baseline) != protocol_of(config):
-            pair["baseline_protocol"] = protocol_of(baseline)
         both = (*shared, *own[experiment.baseline], *own[arm.name])
         identity = run_identity(
             "conformance",
@@ -222,7 +220,8 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
             resources=scale.resources,
             needs=needs,
             inputs=both,
-            against=baseline,
+            # Two trainers under one protocol: where a switch sets the arms' protocols apart, the candidate's.
+            against=config.model_copy(update={"trainer": baseline.trainer}),
         )
 
     roles = {arm.name: arm.role for arm in experiment.arms}

@@ -48,8 +48,11 @@ def test_the_study_judges_as_the_report_does():
     random = np.random.default_rng(5)
     ours, theirs = random.normal(0.4, 1, (50, 4)), random.normal(0, 2, (50, 4))
     inside = study._equivalent(ours, theirs, 2.5)
-    for x, y, equivalent in zip(ours, theirs, inside):
-        assert (compare_samples(x, y, margin=2.5).p_equivalence < 0.05) == equivalent
+    apart = study._different(ours, theirs)
+    for x, y, equivalent, different in zip(ours, theirs, inside, apart):
+        comparison = compare_samples(x, y, margin=2.5)
+        assert (comparison.p_equivalence < 0.05) == equivalent
+        assert (comparison.p_difference < 0.05) == different
 
 
 def test_every_cell_above_the_bound_is_bold_in_the_document():

@@ -112,6 +112,13 @@ def test_a_switch_is_the_one_difference_of_the_arms_and_the_plan_declares_it(swi
     assert len({run.identity for run in expansion.replicates}) == 4
 
 
+def test_a_conformance_compares_trainers_under_one_protocol_whatever_the_switch(switched, tmp_path):
+    expansion = expand(switched, "here", tmp_path, base=tmp_path, write=False)
+    (conformance,) = (run for run in expansion.runs if run.kind == "conformance")
+    assert conformance.against.engine == conformance.config.engine
+    assert conformance.config.engine.prefix_caching is True
+
+
 def test_no_run_is_chosen_without_what_it_needs(expansion):
     chosen = expansion.select("ours-s1")
     assert [run.kind for run in chosen] == ["warmup", "conformance", "train"]
