@@ -8,10 +8,8 @@ tells them (``harness/processes.py``).
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from harness.cores import take_cores
 from harness.identity import TOOLS, take_snapshot
 from harness.processes import end_leftovers, own_environment, signalled_when_parent_dies
 from harness.run_folder import Busy, RunFolder, edit_json, hold, read_json
@@ -31,8 +30,6 @@ from harness.sync import end_follower, start_follower
 
 TICK_S = 0.5
 """How often finished jobs are collected and the display drawn."""
-CORES_ENV = "MOLT_CORES"
-"""Environment variable that names another pool of cores than the machine's, for queues that shall not wait for others."""
 
 
 def ask(scale_folder: Path, order: list[str], names: list[str]) -> None:
@@ -190,32 +187,6 @@ def start_job(folder: RunFolder, code: Path) -> subprocess.Popen:
 def _without_slurm(environment: dict[str, str]) -> dict[str, str]:
     """No variable of an allocation that the queue may work in: its job is not the run's, to be requeued with it."""
     return {k: v for k, v in environment.items() if not k.startswith(("SLURM_", "SLURMD_"))}
-
-
-def take_cores(count: int) -> ExitStack | None:
-    """Hold ``count`` of this machine's cores (at most all), None where too few are free.
-
-    A core is a name in the kernel's table of abstract sockets: one table for all users, shells and settings of a machine, and
-    a name is free again when its process ends, however it ends. It bounds how much runs at once; it pins nothing.
-    """
-    pool = os.environ.get(CORES_ENV, "molt-cores")
-    own = sorted(os.sched_getaffinity(0))
-    held = ExitStack()
-    taken = 0
-    for number in own:
-        core = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        try:
-            core.bind(f"\0{pool}/{number}")
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            core.close()
-            continue
-        taken += 1
-        if taken == min(count, len(own)):
-            return held
-    held.close()
-    return None
 
 
 def start_detached(scale_folder: Path, tracking_uri: str | None) -> int:

@@ -295,7 +295,7 @@ def _row(status: RunStatus) -> tuple[Any, ...]:
         return "[cyan]now[/]", status.run, _bar(status), _clock(status)
     if status.state in ("WAITING", "PLANNED"):
         word = "waits" if status.state == "WAITING" else "planned"
-        return f"[dim]{word}[/]", f"[dim]{status.run}[/]", "", ""
+        return f"[dim]{word}[/]", f"[dim]{status.run}[/]", Text(status.why, style="dim"), ""
     color = STYLES.get(status.state, "red")
     return f"[{color}]{status.state.lower()}[/]", status.run, Text(status.why), ""
 
@@ -333,11 +333,16 @@ class _PlainLines:
         self.console, self.folder = console, folder
         self.states: dict[str, str] = {}
         self.said_at = 0.0
+        self.waits_for = ""
 
     def __call__(self) -> None:
         statuses = read_statuses(self.folder)
         done = sum(status.state == "DONE" for status in statuses)
         due = time.monotonic() - self.said_at >= PLAIN_EVERY_S
+        waiting = next((s for s in statuses if s.state == "WAITING" and s.why), None)
+        if waiting is not None and waiting.why != self.waits_for:
+            self._say(waiting, statuses, done)
+            self.waits_for = waiting.why
         for status in statuses:
             changed = self.states.get(status.run) != status.state
             working = status.state == "RUNNING"

@@ -8,8 +8,9 @@ leaves it open, Slurm is asked, once for all (``harness/standing.py``); what nob
 from __future__ import annotations
 
 import json
+import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.cores import taken_by_others
 from harness.requeue import job_of
 from harness.run_folder import (
     RunFolder,
+    holder,
     is_held,
     read_json,
     run_folders,
@@ -31,6 +34,7 @@ from harness.standing import Standing, standings
 
 RATE_WINDOW = 20
 """Steps over which the time left is estimated."""
+CROWDED = "runs of other queues hold this machine's cores; it is started when they end"
 STYLES = {
     "DONE": "green",
     "RUNNING": "cyan",
@@ -138,10 +142,26 @@ def read_statuses(scale_folder: Path, earlier: bool = False) -> list[RunStatus]:
     position = {name: number for number, name in enumerate(queue["order"])}
     folders = [f for f in run_folders(scale_folder) if earlier or f.name in position]
     folders.sort(key=lambda folder: (position.get(folder.name, len(position)), folder.name))
-    return [
+    statuses = [
         read_status(f, alive and is_asked_for(f, queue["work"]), with_slurm.get(f.name))
         for f in folders
     ]
+    if (
+        alive
+        and not any(status.state == "RUNNING" for status in statuses)
+        and _crowded(scale_folder)
+    ):
+        statuses = [
+            replace(s, why=CROWDED) if s.state == "WAITING" and not s.job else s for s in statuses
+        ]
+    return statuses
+
+
+def _crowded(scale_folder: Path) -> bool:
+    """True where this machine's queue of the folder is kept waiting by others."""
+    about = holder(queue_lock(scale_folder))
+    here = about.get("host") == socket.gethostname()
+    return here and taken_by_others(than=about["pid"]) > 0
 
 
 def at_work(folder: Path) -> bool:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from harness.queue import CORES_ENV
+from harness.cores import POOL_ENV
 from harness.run_folder import RunFolder, write_json
 
 STAND_IN = """
@@ -83,4 +83,4 @@ def job_command():
 @pytest.fixture
 def own_cores(monkeypatch, tmp_path):
     """A machine of one's own: tests do not wait for the cores that another queue holds."""
-    monkeypatch.setenv(CORES_ENV, f"test-{os.getpid()}-{tmp_path.name}")
+    monkeypatch.setenv(POOL_ENV, f"test-{os.getpid()}-{tmp_path.name}")

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from analysis.plan import Plan
 from harness import submit as submit_module
+from harness.cores import take_cores
 from harness.expand import expand
 from harness.job import command
 from harness.processes import own_environment
-from harness.queue import Queue, ask, take_cores, withdraw
-from harness.run_folder import RunFolder, is_held, read_json, write_json
+from harness.queue import Queue, ask, withdraw
+from harness.run_folder import RunFolder, hold, is_held, read_json, write_json
 from harness.spec import load
-from harness.status import queue_lock, read_status
+from harness.status import queue_lock, read_status, read_statuses
 from harness.submit import changes, choose_scale, sort_out, submit
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import is_alive, until
@@ -432,6 +433,25 @@ def test_a_queue_inside_an_allocation_hides_it_from_its_runs(make_run, monkeypat
     assert folder.done is not None
     assert (folder.attempts[0] / "output.log").read_text().splitlines()[0] == "[]"
     assert read_status(folder).job is None
+
+
+TAKE = "import sys; from harness.cores import take_cores; held = take_cores(1); print(1, flush=True); sys.stdin.read()"
+
+
+def test_a_run_that_waits_for_other_queues_cores_says_so(make_run):
+    folder = make_run()
+    ask(in_scale(folder), [folder.name], [folder.name])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with hold(queue_lock(in_scale(folder))):
+        with take_cores(1):  # this process is the queue: its own cores keep it from nothing
+            assert [status.why for status in read_statuses(in_scale(folder))] == [""]
+        command = [sys.executable, "-c", TAKE]
+        with subprocess.Popen(command, env=own_environment(), **pipes) as other:
+            other.stdout.readline()
+            (status,) = read_statuses(in_scale(folder))
+            other.stdin.close()
+    assert status.state == "WAITING"
+    assert status.why.startswith("runs of other queues hold this machine's cores")
 
 
 def test_a_run_is_attempted_once_for_each_time_it_is_asked_for(make_run):
