@@ -8,6 +8,7 @@ circle for ever.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from harness.causes import from_slurm
 from harness.cluster import Attempts, Cluster
-from harness.run_folder import RunFolder, read_json, run_folders, write_json
+from harness.run_folder import RunFolder, read_json, run_folders, tail_records, write_json
 from harness.scheduler import SlurmError, ask_slurm, describe
 
 COUNTED = {
@@ -169,6 +170,23 @@ def bad_nodes(scale_folder: Path, after: int) -> list[str]:
                 start = read_json(attempt / "start.json") or {}
                 failures[start.get("slurmd_nodename", "")] += 1
     return sorted(node for node, count in failures.items() if node and count >= after)
+
+
+def lead_s(scale_folder: Path, least_s: int) -> int:
+    """Seconds before the time limit at which a run must be told to save: two of the longest steps measured here, and a margin.
+
+    The step in progress is finished before the save, and a step's time has evaluation and checkpoint in it. Earlier runs of
+    the experiment are measured, canaries too; before there are any, ``least_s`` stands.
+    """
+    longest = max(
+        (
+            record.get("wall_s", 0.0)
+            for folder in run_folders(scale_folder)
+            for record in tail_records(folder.metrics, 50)
+        ),
+        default=0.0,
+    )
+    return max(least_s, math.ceil(2 * longest + MARGIN_S)) if longest else least_s
 
 
 def stay_out(job_id: str) -> None:

@@ -19,7 +19,7 @@ from harness.cluster import Cluster
 from harness.expand import Run
 from harness.identity import TOOLS, take_snapshot
 from harness.processes import own_environment
-from harness.requeue import bad_nodes
+from harness.requeue import bad_nodes, lead_s
 from harness.run_folder import RunFolder, read_json, write_json
 from harness.sbatch import Array, Task, arrays, job_name, script
 from harness.scheduler import (
@@ -48,6 +48,7 @@ def planned_arrays(runs: Iterable[Run | Task], cluster: Cluster) -> list[Array]:
 def scripts(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) -> list[tuple[str, str]]:
     """(job name, batch script) of each array as it would be sent; jobs to come stand as ``<their name>``."""
     folder = folder.resolve()
+    cluster = _with_lead(folder, cluster)
     code = take_snapshot(folder.parents[1] / ".code", write=False, code=TOOLS).path
     ids, found = job_ids(folder), []
     for array in planned_arrays(runs, cluster):
@@ -63,6 +64,7 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
     Raises SlurmError where sbatch refuses; the arrays before it stay submitted, and the next submit goes on.
     """
     folder = folder.resolve()
+    cluster = _with_lead(folder, cluster)
     ids = job_ids(folder)
     write_json(folder / "cluster.json", cluster.model_dump(mode="json"))  # for the jobs
     # A job waits for hours: it works with what was submitted, not with what has been edited since.
@@ -76,6 +78,10 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
             write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
     forget()
     return ids
+
+
+def _with_lead(folder: Path, cluster: Cluster) -> Cluster:
+    return cluster.model_copy(update={"warn_s": lead_s(folder, cluster.warn_s)})
 
 
 def _script(

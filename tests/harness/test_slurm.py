@@ -267,3 +267,14 @@ def test_ids_are_kept_beside_the_runs(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
     ids = sent(expansion, start, PLAIN)
     assert read_json(expansion.folder / "slurm.json") == ids
+
+
+def test_a_run_is_told_to_save_two_of_its_longest_steps_ahead(lab, expansion):
+    """A step of 300 s was measured: 2 x 300 and 10 to spare; the profile's own 120 before that."""
+    start, _ = submit(expansion, expansion.runs)
+    sent(expansion, start[:1], PLAIN)
+    assert directives(lab, 101)["signal"] == "B:USR2@120"
+    with open(expansion.folder / expansion.replicates[0].name / "metrics.jsonl", "w") as file:
+        file.writelines(f'{{"step": {n}, "wall_s": {n}}}\n' for n in (20, 300, 30))
+    sent(expansion, start[1:2], PLAIN)
+    assert directives(lab, 102)["signal"] == "B:USR2@610"

@@ -1,0 +1,54 @@
+"""The text that sbatch is given, whole, beside golden files.  python -m tests.harness.test_sbatch   writes them anew"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import sbatch
+from harness.cluster import Attempts, Cluster
+from harness.sbatch import Array, Task
+from harness.spec import Resources
+
+GOLDEN = Path(__file__).parent / "golden"
+GPU = dict(device="cuda", devices_per_node=8, cpus_per_node=96, time_limit="24:00:00")
+PROFILE = Cluster(
+    partition="gpu",
+    account="lab",
+    setup=("module load cuda",),
+    environment={"NCCL_DEBUG": "WARN", "GREETING": "two words"},
+    sbatch={"mail-type": "FAIL", "nodes": "1-2", "wckey": None},
+    attempts=Attempts(),
+)
+
+
+def text(nodes: int, tasks: int) -> str:
+    resources = Resources(nodes=nodes, **GPU)
+    runs = tuple(Task(f"molt-s{n}-0", "train", ("warmup-0",), resources) for n in range(tasks))
+    array = Array(runs, resources, parallel=min(4, tasks))
+    profile = PROFILE if tasks > 1 else Cluster()
+    after = {"warmup-0": "7_0"} if tasks > 1 else {}
+    bad = ["n13"] if tasks > 1 else []
+    code, logs = Path("/runs/.code/0123"), Path("/runs/x/y/slurm")
+    return sbatch.script(array, profile, "x-y-train-0", after, code, logs, bad)
+
+
+CASES = {"one_node": (1, 1), "two_nodes": (2, 1), "array": (2, 6)}
+
+
+@pytest.fixture(autouse=True)
+def a_python(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_the_golden_one(name):
+    assert text(*CASES[name]) == (GOLDEN / f"{name}.sbatch").read_text()
+
+
+if __name__ == "__main__":
+    sys.executable = "/venv/bin/python"
+    for name, case in CASES.items():
+        (GOLDEN / f"{name}.sbatch").write_text(text(*case))
