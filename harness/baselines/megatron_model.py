@@ -166,24 +166,30 @@ class DeepstackLayer(TransformerLayer):
 
 
 class RowAttention(DotProductAttention):
-    """Megatron's plain attention over the rows of a micro-batch, which lie end to end: ``blocks`` tells where.
+    """Megatron's plain attention over the rows of a micro-batch, which lie end to end.
+
+    blocks: see ``collate.Blocks``; futures: for each, ``[1, 1, length, length]``, True at keys after the query.
 
     Megatron's own packed attention is Transformer Engine's, which runs on GPUs only.
     """
 
     blocks: Blocks
+    futures: list[torch.Tensor]
 
     def forward(self, query, key, value, attention_mask, **_) -> torch.Tensor:
         """query ``[T, 1, heads, d]``, key and value ``[T, 1, kv_heads, d]``; returns ``[T, 1, heads * d]``."""
         outputs, start = [], 0
-        for rows, length in self.blocks:
+        for (rows, length), future in zip(self.blocks, self.futures, strict=True):
             stop = start + rows * length
-            parts = (
-                tensor[start:stop, 0].unflatten(0, (rows, length)).transpose(0, 1).contiguous()
+            parts = [
+                tensor[start:stop, 0].unflatten(0, (rows, length)).transpose(0, 1)
                 for tensor in (query, key, value)
-            )
-            future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu_(1)
-            output = super().forward(*parts, future[None, None])
+            ]
+            if (
+                key.shape[2] == query.shape[2]
+            ):  # else Megatron repeats, and so copies, the keys and values
+                parts = [part.contiguous() for part in parts]
+            output = super().forward(*parts, future)
             outputs.append(output.transpose(0, 1).flatten(0, 1))
             start = stop
         return torch.cat(outputs)[:, None]
@@ -281,8 +287,15 @@ class VisionLanguageModel(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = pad_tokens(batch, self.config.tensor_model_parallel_size)
         decoder_input = self._embed(batch)
+        futures = [
+            torch.ones(length, length, dtype=torch.bool, device=decoder_input.device).triu_(1)[
+                None, None
+            ]
+            for _, length in batch.blocks
+        ]
         for layer in self.language_model.decoder.layers:
-            layer.self_attention.core_attention.blocks = batch.blocks
+            attention = layer.self_attention.core_attention
+            attention.blocks, attention.futures = batch.blocks, futures
         if self.routing_replay:
             replay(self.routers, self._own_tokens(batch))
         hidden = self.language_model(

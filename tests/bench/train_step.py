@@ -1,8 +1,10 @@
-"""What a trainer costs over the plain loop:  OMP_NUM_THREADS=1 python -m tests.bench.train_step [SAMPLES]
+"""What a trainer costs over the plain loop:  OMP_NUM_THREADS=1 python -m tests.bench.train_step [SAMPLES] [RANKS]
 
-One optimiser step on the demo's batch (16 prompts x 8 samples, one image a prompt), one rank, one thread, float32: transformers
-with torch's AdamW, our FSDP2 trainer and Megatron-Core, interleaved in one process. The ratios are the result; the times belong
-to the machine.
+One optimiser step in float32, one thread a rank, on three batches: the demo's (16 prompts x 8 samples with a picture), text
+rows of equal length, and text rows of very unequal lengths. Steps of all trainers are interleaved in one process. The floor is
+the same forward pass with clip_grad_norm_ and AdamW and nothing around it, on this rank's rows alone, without communication;
+beside it stands transformers' own forward pass on padded rows. CPU time stays meaningful on a busy machine where wall time
+does not, but counts no waiting. The ratios are the result; the times belong to the machine.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from harness.baselines.megatron_core import MegatronCoreBackend
+from harness.baselines.megatron_core import MegatronCoreBackend, parallel_state
 from molt_core.agents.shapes import ShapesVariant
 from molt_core.config import OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
@@ -29,89 +32,140 @@ from molt_core.render import Renderer
 from molt_core.train.collate import collate
 from molt_core.train.fsdp2 import FSDP2Backend
 from molt_core.train.policy import ActionPolicy
-from molt_core.types import NOT_SAMPLED, Trajectory, Turn
-from tests.harness.trainer_cases import MODEL, PLAIN, backend_step, policy_gradient_loss
+from molt_core.types import NOT_SAMPLED, ImageInput, Trajectory, Turn
+from tests.harness.trainer_cases import (
+    MODEL,
+    PLAIN,
+    backend_step,
+    oracle_logits,
+    policy_gradient_loss,
+    share,
+    token_logprobs,
+)
 
 PROMPTS, SAMPLES_EACH, ACTIONS, WARMUP = 16, 8, 4, 3
+FLOOR = "same forward + AdamW"
+OPTIMIZER = OptimizerConfig()
 
 
-def demo_rows(checkpoint: Path, actions: int = ACTIONS) -> list[Trajectory]:
-    """The demo's batch, with random answers of ``actions`` tokens."""
+def row(prompt: list[int], actions: np.ndarray, images: tuple[ImageInput, ...] = ()) -> Trajectory:
+    start, stop = len(prompt), len(prompt) + len(actions)
+    sampled = np.arange(stop) >= start
+    return Trajectory(
+        token_ids=np.array([*prompt, *actions], np.int32),
+        prompt_length=start,
+        action_mask=sampled,
+        logprobs=np.where(sampled, -5.0, 0.0).astype(np.float32),
+        versions=np.where(sampled, 0, NOT_SAMPLED).astype(np.int32),
+        mixed=np.zeros(stop, bool),
+        turns=(Turn(start, stop, {}, 0, "stop"),),
+        images=images,
+    )
+
+
+def demo_rows(checkpoint: Path) -> list[Trajectory]:
+    """The demo's batch, with random answers."""
     renderer, rng, rows = Renderer(checkpoint), np.random.default_rng(0), []
     for number in range(PROMPTS):
         prompt = renderer.prompt(ShapesVariant().train_item(0, number), number)
-        start, stop = len(prompt.token_ids), len(prompt.token_ids) + actions
         for _ in range(SAMPLES_EACH):
-            sampled = np.arange(stop) >= start
-            rows.append(
-                Trajectory(
-                    token_ids=np.array(
-                        [*prompt.token_ids, *rng.integers(0, 256, actions)], np.int32
-                    ),
-                    prompt_length=start,
-                    action_mask=sampled,
-                    logprobs=np.where(sampled, -5.0, 0.0).astype(np.float32),
-                    versions=np.where(sampled, 0, NOT_SAMPLED).astype(np.int32),
-                    mixed=np.zeros(stop, bool),
-                    turns=(Turn(start, stop, {}, 0, "stop"),),
-                    images=prompt.images,
-                )
-            )
+            actions = rng.integers(0, 256, ACTIONS)
+            rows.append(row(list(prompt.token_ids), actions, prompt.images))
     return rows
 
 
-def plain_step(checkpoint: Path, optimizer: OptimizerConfig) -> Callable[[list, list], None]:
-    """The floor: the same forward pass, backward, clip_grad_norm_ and AdamW, with nothing around them."""
-    model = ActionPolicy(load_policy(checkpoint).train())
+def text_rows(lengths: np.ndarray) -> list[Trajectory]:
+    """Rows of ``lengths`` tokens, the second half of each sampled."""
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(0, 256, length) for length in lengths]
+    return [row(i[: len(i) // 2].tolist(), i[len(i) // 2 :]) for i in ids]
+
+
+def batches(checkpoint: Path) -> dict[str, list[Trajectory]]:
+    skewed = np.random.default_rng(2).lognormal(3.0, 1.0, 64).clip(8, 400).astype(int)
+    return {
+        "demo, with pictures": demo_rows(checkpoint),
+        "text, 64 x 40": text_rows(np.full(64, 40)),
+        f"text, 64 rows of 8 to {skewed.max()}, {skewed.sum()} tokens": text_rows(skewed),
+    }
+
+
+def plain_step(checkpoint: Path, padded: bool) -> Callable[[list, list], object]:
+    """Forward, backward, clip_grad_norm_ and AdamW: our forward pass or, ``padded``, transformers' own."""
+    policy = load_policy(checkpoint).train()
+    model = policy if padded else ActionPolicy(policy)
     parameters = list(model.parameters())
-    adamw = torch.optim.AdamW(parameters, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
+    adamw = torch.optim.AdamW(
+        parameters, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+    )
 
     def step(rows: list, advantages: list) -> None:
         batch = collate(rows, advantages)
-        logprobs, _ = model(batch, PLAIN)
+        if padded:
+            logprobs = token_logprobs(oracle_logits(policy, rows), batch)
+        else:
+            logprobs, _ = model(batch, PLAIN)
         policy_gradient_loss(logprobs, batch, len(batch.action_ids)).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, optimizer.clip_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_norm)
         adamw.step()
         adamw.zero_grad()
 
     return step
 
 
-def main(samples: int) -> None:
+def measure(rank: int, ranks: int, samples: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        checkpoint = build_tiny_qwen3_vl_moe(Path(folder) / "tiny")
-        optimizer, steps = OptimizerConfig(), samples + WARMUP
-        rows = demo_rows(checkpoint)
-        values = [np.ones(ACTIONS, np.float32)] * len(rows)
-        denominator = len(rows) * ACTIONS
-        trainers: dict[str, Callable[[], object]] = {}
-        plain = plain_step(checkpoint, optimizer)
-        trainers["transformers + AdamW"] = lambda: plain(rows, values)
-        for name, backend_class in (
-            ("FSDP2", FSDP2Backend),
-            ("Megatron-Core", MegatronCoreBackend),
-        ):
-            backend = backend_class(checkpoint, MODEL, optimizer, TrainerConfig(), steps)
-            trainers[name] = lambda b=backend: backend_step(b, [(rows, values)], denominator)
-        seconds: dict[str, list[float]] = {name: [] for name in trainers}
-        for _ in range(steps):
-            for name, step in trainers.items():
-                started = time.perf_counter()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=rank, world_size=ranks)
+    checkpoint, trainer = folder / "tiny", TrainerConfig(world_size=ranks, micro_batch_rows=10**6)
+    for name, rows in batches(checkpoint).items():
+        own = share(rows, rank, ranks, trainer)
+        denominator = sum(r.action_tokens for r in rows)
+        steps: dict[str, Callable[[], object]] = {
+            FLOOR: partial(plain_step(checkpoint, padded=False), *own[0]),
+            "transformers, padded": partial(plain_step(checkpoint, padded=True), *own[0]),
+        }
+        backends = {"FSDP2": FSDP2Backend, "Megatron-Core": MegatronCoreBackend}
+        for label, backend_class in backends.items():
+            backend = backend_class(checkpoint, MODEL, OPTIMIZER, trainer, samples + WARMUP)
+            steps[label] = partial(backend_step, backend, own, denominator)
+        taken: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
+        for _ in range(samples + WARMUP):
+            for label, step in steps.items():
+                dist.barrier()
+                wall, cpu = time.perf_counter(), time.process_time()
                 step()
-                seconds[name].append(time.perf_counter() - started)
-        dist.destroy_process_group()
-    floor = statistics.median(seconds["transformers + AdamW"][WARMUP:])
-    table = Table("trainer", "median ms", "least ms", "over the plain loop")
-    for name, taken in seconds.items():
-        kept = taken[WARMUP:]
-        ratio = statistics.median(kept) / floor
+                taken[label].append((time.perf_counter() - wall, time.process_time() - cpu))
+        parallel_state.destroy_model_parallel()
+        if rank == 0:
+            show(f"{name}; {ranks} rank{'s' * (ranks > 1)}", taken)
+    dist.destroy_process_group()
+
+
+def show(title: str, taken: dict[str, list[tuple[float, float]]]) -> None:
+    table = Table("trainer", "wall ms", "over the floor", "CPU ms", "over the floor", title=title)
+    kept = {label: np.array(times[WARMUP:]) for label, times in taken.items()}
+    for label, times in kept.items():
+        # Of the same round, because the machine's speed drifts.
+        wall, cpu = np.median(times / kept[FLOOR], axis=0)
         table.add_row(
-            name, f"{1e3 * statistics.median(kept):.1f}", f"{1e3 * min(kept):.1f}", f"{ratio:.2f}x"
+            label,
+            f"{1e3 * statistics.median(times[:, 0]):.1f}",
+            f"{wall:.2f}x",
+            f"{1e3 * statistics.median(times[:, 1]):.1f}",
+            f"{cpu:.2f}x",
         )
-    Console().print(table)
+    Console(width=100).print(table)
+
+
+def main(samples: int = 20, ranks: int = 1) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny_qwen3_vl_moe(Path(folder) / "tiny")
+        arguments = (ranks, samples, Path(folder))
+        if ranks == 1:
+            measure(0, *arguments)
+        else:
+            torch.multiprocessing.spawn(measure, arguments, nprocs=ranks)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    main(*map(int, sys.argv[1:3]))
