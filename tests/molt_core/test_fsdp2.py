@@ -17,6 +17,7 @@ from tests.harness.trainer_cases import (
     MODEL,
     OPTIMIZER,
     STEPS,
+    advantages,
     assert_saved_form,
     backend_logprobs,
     backend_step,
@@ -202,6 +203,28 @@ def test_bfloat16_computes_near_float32_over_float32_weights(checkpoint):
     found, expected = backend_logprobs(backend, batch), backend_logprobs(build(checkpoint), batch)
     difference = (found - expected).abs()
     assert 1e-4 < float(difference.mean()) < 0.1
+
+
+def test_bfloat16_adds_up_steps_that_bfloat16_weights_would_lose(checkpoint):
+    """At a learning rate of 1e-6 no weight of 0.1 would change in bfloat16, whose next number is 5e-4 away."""
+    optimizer = OPTIMIZER.model_copy(update={"lr": 1e-6, "weight_decay": 0.0})
+    rows = trajectories(checkpoint, IMAGES)
+
+    def moved(dtype: str) -> torch.Tensor:
+        model = MODEL.model_copy(update={"dtype": dtype})
+        backend = FSDP2Backend(checkpoint, model, optimizer, TrainerConfig(), STEPS)
+        before = flat(backend)
+        backend_training(backend, [(rows, advantages(rows))], denominator(checkpoint))
+        return flat(backend) - before
+
+    def flat(backend: FSDP2Backend) -> torch.Tensor:
+        parameters = (getattr(p, "full_tensor", lambda p=p: p)() for p in backend.root.parameters())
+        return torch.cat([p.detach().flatten().clone() for p in parameters])
+
+    exact, half = moved("float32"), moved("bfloat16")
+    assert exact.dtype == half.dtype == torch.float32
+    assert torch.cosine_similarity(exact, half, dim=0) > 0.95
+    assert 0.9 < half.norm() / exact.norm() < 1.1
 
 
 def test_a_layout_key_it_does_not_know_is_refused(checkpoint):
