@@ -6,7 +6,7 @@ measurements = measure(Pair(experiment, "molt"))
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from analysis.checks import Check, Pair
 from analysis.inference import Comparison, NoInference, compare_samples
@@ -25,7 +25,8 @@ class Measurement:
 
     missing: finished runs that gave no number. comparison is None where no interval may be made, and ``no_inference``
     says why. used_seeds: per arm, the seeds that enter the comparison, pair by pair where it is paired. race stands in
-    place of a comparison where a run ended before the endpoint's threshold; its value is then where it ended.
+    place of a comparison where a run ended before the endpoint's threshold; its value is then where it ended. planned:
+    per arm, the runs of the plan, finished or lost.
     """
 
     endpoint: Endpoint
@@ -40,10 +41,21 @@ class Measurement:
     pairing_note: str = ""
     race: Race | None = None
     worst_case: WorstCase | None = None
+    planned: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fewest_runs(self) -> int:
         return min(len(by_seed) for by_seed in self.values.values())
+
+    @property
+    def finishers(self) -> str:
+        """ "molt 4 of 5, megatron 5 of 5" where runs were lost, "" where all finished."""
+        counts = {
+            name: (len(by), self.planned.get(name, len(by))) for name, by in self.values.items()
+        }
+        if all(finished == planned for finished, planned in counts.values()):
+            return ""
+        return ", ".join(f"{name} {f} of {p}" for name, (f, p) in counts.items())
 
     @property
     def samples(self) -> tuple[list[float], list[float]]:
@@ -108,6 +120,7 @@ def _measure_endpoint(pair: Pair, endpoint: Endpoint, run_checks: tuple[Check, .
         used_seeds=used,
         pairing_note=note,
         race=found_race,
+        planned={name: len(pair.experiment.of(name)) for name in pair.names},
         worst_case=None
         if comparison is None
         else worst_case(*(list(values[n].values()) for n in pair.names), *lost, endpoint.direction),

@@ -158,6 +158,9 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
         measured.race or comparison,
         _outlook(endpoint, decision),
     )
+    if measured.finishers and decision.verdict != Verdict.INVALID:
+        may = f"Among the runs that finished ({measured.finishers}): {may}"
+        may_not = f"The same without the runs that were lost. {may_not}"
     return EndpointResult(measured, p_holm, decision, omissions, said, may, may_not)
 
 

@@ -51,3 +51,7 @@ def test_a_report_with_one_lost_run_keeps_the_finishers_and_says_the_worst_case(
     result = judge(load_experiment(folder))[0]
     assert (result.comparison.n, result.comparison.n_baseline) == (4, 5)
     assert result.measurement.worst_case.lost == 1
+    assert result.may_write.startswith(
+        "Among the runs that finished (molt 4 of 5, megatron 5 of 5)"
+    )
+    assert "without the runs that were lost" in result.may_not_write
