@@ -80,8 +80,11 @@ class Expansion:
             return self.runs
         chosen = {run.name for run in self.runs if pattern in run.name}
         if not chosen:
-            names = ", ".join(run.name for run in self.runs)
-            raise ValueError(f"--only {pattern}: no run's name contains it; the runs are {names}")
+            names = ", ".join(run.name for run in self.runs[:12])
+            more = f" and {len(self.runs) - 12} more" if len(self.runs) > 12 else ""
+            raise ValueError(
+                f"--only {pattern}: no run's name contains it; the runs are {names}{more}"
+            )
         while missing := {n for name in chosen for n in self[name].needs} - chosen:
             chosen |= missing
         return tuple(run for run in self.runs if run.name in chosen)

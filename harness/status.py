@@ -277,7 +277,7 @@ def main(
     try:
         folders = scale_folders(runs, experiment, scale)
     except FileNotFoundError as error:
-        console.print(str(error), style="red")
+        typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     if watch:
         from harness.show import watch_all  # here: it draws what this module reads

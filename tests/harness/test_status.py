@@ -127,7 +127,7 @@ def test_the_command_line_prints_a_table_or_json(make_run):
     assert data["experiment/tiny"][0]["state"] == "PLANNED"
     absent = subprocess.run([*command, "nothing"], capture_output=True, text=True)
     assert absent.returncode == 2
-    assert "there is experiment/tiny" in absent.stdout
+    assert "there is experiment/tiny" in absent.stderr and absent.stdout == ""
 
 
 SQUEUE = "#!/bin/sh\necho 'slurm_load_jobs error: Socket timed out' >&2; exit 1\n"
