@@ -132,3 +132,10 @@ def test_a_model_has_one_source(model):
 
 def test_an_unknown_key_is_refused():
     refused({"loop": {"max_stalenes": 1}}, "max_stalenes")
+
+
+def test_the_best_checkpoint_by_an_evaluation_is_saved_where_there_is_one():
+    best = {"keep_best": "eval_reward_mean"}
+    evaluation = {"evaluation": {"every": 20}}
+    refused(evaluation | {"checkpoint": best | {"every_steps": 30}}, "to a multiple of it, not 30")
+    RunConfig.model_validate(BASE | evaluation | {"checkpoint": best | {"every_steps": 40}})
