@@ -30,6 +30,8 @@ from harness.sync import end_follower, start_follower
 
 TICK_S = 0.5
 """How often finished jobs are collected and the display drawn."""
+LOOKS_SHARE = 9
+"""Rest after a look, in multiples of what it took: a thousand runs to look at must not take a core from those that work."""
 
 
 def ask(scale_folder: Path, order: list[str], names: list[str]) -> None:
@@ -96,6 +98,7 @@ class Queue:
 
     def _step(self, on_tick: Callable[[], None]) -> bool:
         """Collect, start, show, wait a tick. False when there is nothing left to do."""
+        began = time.monotonic()
         self._collect()
         if self.stopping:
             self._end_jobs()
@@ -104,7 +107,9 @@ class Queue:
         on_tick()
         if not self.jobs and (self.stopping or not self._waiting()):
             return False
-        time.sleep(TICK_S)
+        rested = time.monotonic() + max(TICK_S, LOOKS_SHARE * (time.monotonic() - began))
+        while time.monotonic() < rested and not self.stopping:
+            time.sleep(TICK_S)
         return True
 
     def _end_follower(self, follower: subprocess.Popen) -> None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.expand import Expansion, Run, arms_difference, protocol_of
+from harness.queue import LOOKS_SHARE
 from harness.status import STYLES, RunStatus, at_work, duration, read_statuses, reasons, table
 
 PLAIN_EVERY_S = 20.0
@@ -236,8 +237,9 @@ def watch_all(console: Console, folders: Sequence[Path]) -> None:
 def follow(at_work: Callable[[], bool], draw: Callable[[], None]) -> None:
     """Draw while others work."""
     while at_work():
+        began = time.monotonic()
         draw()
-        time.sleep(DRAW_S)
+        time.sleep(max(DRAW_S, LOOKS_SHARE * (time.monotonic() - began)))
 
 
 def time_left_s(statuses: Sequence[RunStatus]) -> float | None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -452,6 +453,15 @@ def test_a_run_that_waits_for_other_queues_cores_says_so(make_run):
             other.stdin.close()
     assert status.state == "WAITING"
     assert status.why.startswith("runs of other queues hold this machine's cores")
+
+
+def test_looking_takes_a_tenth_of_a_core_at_most(make_run):
+    folder = make_run(body=f"time.sleep(5){TRAIN}")
+    ask(in_scale(folder), [folder.name], [folder.name])
+    looks = []
+    Queue(in_scale(folder)).work(lambda: (time.sleep(0.2), looks.append(time.monotonic())))
+    between = [after - before for before, after in zip(looks, looks[1:])]
+    assert between and min(between) >= 0.2 * 10
 
 
 def test_a_run_is_attempted_once_for_each_time_it_is_asked_for(make_run):
