@@ -149,7 +149,8 @@ def markdown(table: Table) -> str:
 def as_latex(table: Table) -> str:
     """A booktabs table; the notes go into its caption."""
     text = " ".join([table.title + ".", table.caption, *table.notes])
-    alignment = "l" + "r" * (len(table.columns) - 2) + "l"
+    figures = "r" if len(table.columns) > 3 else "l"  # the protocol is words
+    alignment = "l" + figures * (len(table.columns) - 2) + "l"
     return latex.table(text, table.name, alignment, [table.columns, *table.rows])
 
 
