@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -226,17 +226,13 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
     rows = synthetic_rows(checkpoint, config.model.max_length)
     rng = np.random.default_rng(1)
     advantages = [rng.standard_normal(row.action_tokens).astype(np.float32) for row in rows]
-    tokens = sum(row.action_tokens for row in rows)
-    rollouts = [
-        WeightedRollout((row,), values, np.full(len(values), 1 / tokens, np.float32))
-        for row, values in zip(rows, advantages)
-    ]
-    micro_batches = shares(rollouts, backend.data_size, trainer)[backend.data_rank]
     excluded = torch.tensor(excluded_token_ids(checkpoint), device=trainer.device)
     distribution = ActionDistribution(config.rollout.sampling.temperature, excluded)
     _, logprobs, tied = score(
         backend, rows, distribution=distribution, tie_gap=config.probe.tie_gap
     )
+    rollouts = on_policy(rows, advantages, logprobs.cpu().numpy())
+    micro_batches = shares(rollouts, backend.data_size, trainer)[backend.data_rank]
     losses, norms = [], []
     for _ in range(STEPS):
         sums = forward_backward(
@@ -263,6 +259,25 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
         }
         (folder / "arm.json").write_text(json.dumps(record))
     dist.destroy_process_group()
+
+
+def on_policy(
+    rows: Sequence[Trajectory], advantages: Sequence[np.ndarray], logprobs: np.ndarray
+) -> list[WeightedRollout]:
+    """The rows as if the policy of the first step had sampled them, each token weighed alike.
+
+    Under any other sampler's log-probabilities importance weights grow with the exponential of what a step changes, and three
+    steps of one trainer in two micro-batch sizes would differ by more than two trainers may.
+    """
+    tokens, edges = len(logprobs), np.cumsum([row.action_tokens for row in rows])[:-1]
+    rollouts = []
+    for row, values, sampled in zip(rows, advantages, np.split(logprobs, edges)):
+        behaviour = np.zeros(len(row.token_ids), np.float32)
+        behaviour[row.action_mask] = sampled
+        weights = np.full(len(values), 1 / tokens, np.float32)
+        segments = (replace(row, logprobs=behaviour),)
+        rollouts.append(WeightedRollout(segments, values, weights, sampled))
+    return rollouts
 
 
 def _sum_over_data_ranks(value: float, data_size: int) -> float:
