@@ -1,8 +1,8 @@
 """The FSDP2 backend: a transformers model, sharded with ``fully_shard``, stepped with AdamW.
 
-Each decoder layer and vision block is one sharding unit, the rest (embedding, norms, output layer) the root's. Gradients are
-summed, not averaged, over the ranks, because the loss is a sum of weighted tokens already. Weights, optimiser state
-and reductions are float32; the forward pass computes in ``model.dtype``, which is also what the engine receives.
+Each decoder layer and vision block of some size is one sharding unit, the rest (embedding, norms, output layer) the root's.
+Gradients are summed, not averaged, over the ranks, because the loss is a sum of weighted tokens already. Weights, optimiser
+state and reductions are float32; the forward pass computes in ``model.dtype``, which is also what the engine receives.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ from molt_core.train.routing import Choice
 from molt_core.train.state import FIRST, KINDS, SECOND, WEIGHTS, load_state, save_state
 
 PREFIX = "policy."
+
+
+UNIT_ELEMENTS = 2**20
+"""Least parameters of a sharding unit; a smaller layer is gathered with the root, because a collective costs more than it."""
+
+
+def _is_large(layer: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in layer.parameters()) >= UNIT_ELEMENTS
 
 
 class FSDP2Backend:
@@ -63,7 +71,8 @@ class FSDP2Backend:
         self.root = head
         # A rank that is alone has nothing to shard, but in lower precision FSDP also casts.
         if self.data_size > 1 or self.dtype != torch.float32:
-            for unit in (*policy.model.visual.blocks, *policy.model.language_model.layers, head):
+            layers = (*policy.model.visual.blocks, *policy.model.language_model.layers)
+            for unit in (*filter(_is_large, layers), head):
                 fully_shard(unit, mesh=mesh, mp_policy=precision)
         for module in self.root.modules():
             if isinstance(module, FSDPModule):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from harness.baselines.megatron_core import MegatronCoreBackend, parallel_state
 from molt_core.config import TrainerConfig
+from molt_core.train import fsdp2
 from molt_core.train.collate import collate
-from molt_core.train.fsdp2 import FSDP2Backend
 from tests.harness.trainer_cases import (
     MODEL,
     OPTIMIZER,
@@ -32,7 +32,9 @@ CUTS: dict[str, dict] = {
 }
 WORLDS = {1: tuple(CUTS), 2: tuple(CUTS), 4: ("row by row", "48 tokens")}
 """The cuts that are tried at each world size."""
-BACKENDS = {"fsdp2": FSDP2Backend, "megatron": MegatronCoreBackend}
+BY_LAYER = ("row by row", "recomputed")
+"""The cuts at which FSDP2 shards layer by layer, as it does where layers are large; else the tiny model is one unit."""
+BACKENDS = {"fsdp2": fsdp2.FSDP2Backend, "megatron": MegatronCoreBackend}
 
 
 def run(rank: int, world_size: int, port: int, checkpoint: Path, out: Path) -> None:
@@ -45,6 +47,7 @@ def run(rank: int, world_size: int, port: int, checkpoint: Path, out: Path) -> N
     for name, backend_class in BACKENDS.items():
         for cut in WORLDS[world_size]:
             trainer = TrainerConfig(world_size=world_size, **CUTS[cut])
+            fsdp2.UNIT_ELEMENTS = 0 if cut in BY_LAYER else 2**20
             backend = backend_class(checkpoint, MODEL, OPTIMIZER, trainer, STEPS)
             micro_batches = share(rows, backend.data_rank, backend.data_size, trainer)
             steps = [_step(backend, micro_batches, rows) for _ in range(STEPS)]
