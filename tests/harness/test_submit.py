@@ -261,6 +261,16 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["small.yaml"]
 
 
+def test_a_dry_run_says_what_the_runs_can_show_before_they_are_paid(tmp_path):
+    three = write(tmp_path, "seeds: [0, 1]", "seeds: [0, 1, 2]")
+    _, shown = command_line(
+        str(three), "--dry-run", "--runs", str(tmp_path / "runs"), "--scale", "here"
+    )
+    said = " ".join(shown.split())
+    assert "What 3 runs a side can show" in said
+    assert "accuracy: 3 runs a side can show EQUIVALENT within ±0.05 share" in said
+
+
 def test_the_clusters_scale_dry_runs_without_a_cluster(tmp_path):
     code, shown = command_line(
         str(ROOT / "experiments" / "moe_vl.yaml"),
