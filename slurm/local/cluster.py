@@ -28,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 HOME = Path(os.environ.get("SLURM_LOCAL") or HERE.parents[1] / ".slurm")
 """Where software and cluster lie; several clusters can stand side by side, each with a SLURM_LOCAL and a SLURM_LOCAL_PORT."""
 LAB, ROOT, BIN = HOME / "lab", HOME / "root", HOME / "bin"
+LONGEST = 70
+"""A socket's path may have 107 bytes, and slurmstepd's have up to 35 below this."""
 PORT = int(os.environ.get("SLURM_LOCAL_PORT", "16800"))
 
 PACKAGES = (
@@ -184,6 +186,8 @@ def start(nodes: int = 4, cpus: int = 16, memory_mb: int = 64000, gpus: int = 8)
         raise LocalError("root is needed: each node is a namespace of its own")
     if running():
         return
+    if len(str(LAB)) > LONGEST:
+        raise LocalError(f"{LAB} is too long a path for sockets; set SLURM_LOCAL to a shorter one")
     install()
     for folder in ("log", "run", "state", "dev", *(f"spool/node{n + 1}" for n in range(nodes))):
         (LAB / folder).mkdir(parents=True, exist_ok=True)
@@ -282,6 +286,7 @@ def start_database() -> None:
                 f"--log-error={LAB}/log/bootstrap.log",
             ],
             input="".join(parts),
+            stderr=subprocess.DEVNULL,  # its log has it
             text=True,
             check=True,
         )

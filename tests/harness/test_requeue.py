@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.cluster import Attempts
-from harness.requeue import bad_nodes, ends_of_job, may_go_back
+from harness.requeue import bad_nodes, ends_of_job, may_go_back, own_job
 from harness.run_folder import write_json
 
 LIMITS = Attempts(preempted=2, timed_out=2, failed=1)
@@ -68,3 +68,11 @@ def test_a_node_is_bad_when_runs_failed_on_it_and_not_when_they_were_preempted(m
         write_json(attempt / "start.json", {"slurmd_nodename": node})
         write_json(attempt / "end.json", {"state": state})
     assert bad_nodes(folder.path.parent, 2) == ["node1"]
+
+
+def test_a_run_requeues_its_own_task_and_not_its_array(monkeypatch):
+    for name, value in {"JOB_ID": "9", "ARRAY_JOB_ID": "5", "ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert own_job() == "5_3"
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
+    assert own_job() == "9"
