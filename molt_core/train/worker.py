@@ -238,6 +238,7 @@ class TrainerRank:
         device = torch.device(self.config.trainer.device)
         self.refit_group = refit.join_group(self.store, 0, size, device, TIMEOUT_S)
         self.expected_names = refit.checkpoint_names(self.checkpoint)
+        self.engines_know: frozenset[str] = frozenset()
 
     def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport | None:
         """Rank 0 sends, the other ranks take part in gathering each tensor. What is frozen goes out the first time only."""
