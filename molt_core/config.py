@@ -269,6 +269,14 @@ class RunConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _routes_are_recorded(self) -> RunConfig:
+        if self.model.routing_replay:
+            raise ValueError(
+                "model.routing_replay: trainers can replay routes, but the engine does not record them yet; set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _what_the_estimator_needs(self) -> RunConfig:
         advantage, samples = self.algorithm.advantage, self.rollout.samples_per_prompt
         if advantage in GROUP_ESTIMATORS and samples < 2:
