@@ -34,6 +34,7 @@ STATUS = {
     "PLANNED": "SCHEDULED",
     "KILLED": "KILLED",
     "BLOCKED": "KILLED",
+    "PREEMPTED": "KILLED",
 }
 """Every other state is FAILED, but for UNKNOWN, which leaves MLflow as it is."""
 

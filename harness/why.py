@@ -29,6 +29,7 @@ PARTS = {
     "engine": re.compile(r"engine|vllm|gpu_?worker|cpu_?worker|rollout", re.IGNORECASE),
     "agents": re.compile(r"agent|env", re.IGNORECASE),
 }
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 ERROR = re.compile(r"(Error|Exception|Traceback|FATAL|CRITICAL|Killed|Aborted|Fatal Python)\b")
 
 
@@ -71,6 +72,7 @@ def account(folder: RunFolder) -> Account:
     status = next(status for status in statuses if status.run == folder.name)
     attempts = [_attempt(path) for path in folder.attempts]
     log = last_lines(folder.attempts[-1] / "output.log", 2000, 1 << 20) if attempts else []
+    log = [COLOR.sub("", line) for line in log]
     stacks = sorted((folder.attempts[-1] / "stacks").glob("*.txt")) if attempts else []
     written = [str(file) for file in stacks if file.stat().st_size > 0]
     error = [] if status.state == "DONE" else error_lines(log)

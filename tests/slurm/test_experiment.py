@@ -16,6 +16,7 @@ from tests.slurm.conftest import run
 def test_a_matched_experiment_is_done_on_slurm(tmp_path):
     short = yaml.safe_load((ROOT / "experiments" / "moe_vl.yaml").read_text())
     short["seeds"] = [0]
+    short.pop("noise_floor", None)  # runs beside the replicates
     short["protocol"]["warmup"]["steps"] = 3
     short["protocol"]["loop"]["steps"] = 2
     short["protocol"]["evaluation"]["every"] = 2
