@@ -1,10 +1,10 @@
 """What a trainer costs over the plain loop:  OMP_NUM_THREADS=1 python -m tests.bench.train_step [SAMPLES] [RANKS]
 
 One optimiser step in float32, one thread a rank, on three batches: the demo's (16 prompts x 8 samples with a picture), text
-rows of equal length, and text rows of very unequal lengths. Steps of all trainers are interleaved in one process. The floor is
-the same forward pass with clip_grad_norm_ and AdamW and nothing around it, on this rank's rows alone, without communication;
-beside it stands transformers' own forward pass on padded rows. CPU time stays meaningful on a busy machine where wall time
-does not, but counts no waiting. The ratios are the result; the times belong to the machine.
+rows of equal length, and text rows of very unequal lengths. Steps of all trainers are interleaved, in random order, in one
+process. The floor is the same forward pass with clip_grad_norm_ and AdamW and nothing around it, on this rank's rows alone,
+without communication; beside it stands transformers' own forward pass on padded rows. CPU time stays meaningful on a busy
+machine where wall time does not, but counts no waiting. The ratios are the result; the times belong to the machine.
 """
 
 from __future__ import annotations
@@ -129,11 +129,14 @@ def measure(rank: int, ranks: int, samples: int, folder: Path) -> None:
             backend = backend_class(checkpoint, MODEL, OPTIMIZER, trainer, samples + WARMUP)
             steps[label] = partial(backend_step, backend, own, denominator)
         taken: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
+        order = np.random.default_rng(
+            3
+        )  # a step inherits caches and free memory from the one before it
         for _ in range(samples + WARMUP):
-            for label, step in steps.items():
+            for label in order.permutation(list(steps)):
                 dist.barrier()
                 wall, cpu = time.perf_counter(), time.process_time()
-                step()
+                steps[label]()
                 taken[label].append((time.perf_counter() - wall, time.process_time() - cpu))
         parallel_state.destroy_model_parallel()
         if rank == 0:
