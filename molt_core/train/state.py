@@ -9,6 +9,7 @@ writes what it is given: its shards of a DTensor, or whole tensors, where the ra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -58,15 +59,22 @@ class SavedState:
     @property
     def steps(self) -> int:
         state = {STEPS: 0}
-        dcp.load(state, checkpoint_id=self.folder, no_dist=True)
+        self._fill(state)
         return state[STEPS]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
         """Raises KeyError for a name that was not saved."""
         found = self._sizes[f"{kind}.{name}"]
         whole = torch.empty(found.size, dtype=found.properties.dtype)
-        dcp.load({kind: {name: whole}}, checkpoint_id=self.folder, no_dist=True)
+        self._fill({kind: {name: whole}})
         return whole
+
+    def _fill(self, state: dict) -> None:
+        with (
+            warnings.catch_warnings()
+        ):  # it warns that there is no process group, which is what was asked for
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(state, checkpoint_id=self.folder, no_dist=True)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights, whole, float32, in-memory layout, in the order of names."""
