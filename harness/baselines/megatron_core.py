@@ -27,6 +27,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -160,15 +161,26 @@ class MegatronCoreBackend:
         for group in self.optimizer.param_groups:
             group["lr"] = self._optimizer_config.lr * factor
             group["weight_decay"] = group_weight_decay(group, self._optimizer_config)
+        # Megatron's own step in its parts: the norm decides whether to step, and is worked out once.
         with self._in_optimizer():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if apply and can_step(norm):
-                self.optimizer.step()
+                self._clip(norm)
+                self.optimizer.step_with_ready_grads()
                 self._steps += 1
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         return norm
+
+    def _clip(self, norm: float) -> None:
+        for part in self.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                clip_grad_by_total_norm_fp32(
+                    part.get_parameters(),
+                    max_norm=self._optimizer_config.clip_norm,
+                    total_norm=norm,
+                )
 
     def update_ratio(self) -> float:
         squares = sum(
