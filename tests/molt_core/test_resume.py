@@ -89,14 +89,15 @@ def killed(tiny_checkpoint, tmp_path_factory) -> Path:
 
 
 def records(folder: Path) -> dict[int, dict]:
-    """Each step as its last attempt saw it, without times and attempts."""
+    """Each step as its last attempt saw it, without times, attempts and the machine's memory."""
     found = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         found[record["step"]] = {
             key: value
             for key, value in record.items()
-            if key not in ("attempt", "time_unix", "wall_s") and not key.startswith("t_")
+            if key not in ("attempt", "time_unix", "wall_s", "memory_peak_bytes")
+            and not key.startswith("t_")
         }
     return found
 
