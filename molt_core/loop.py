@@ -10,9 +10,9 @@ Lockstep is this loop with a fixed order: batch k is generated wholly at version
 (``rollout/waves.py``), and a step ends before anything new is dispatched, so that no record depends on what arrives when.
 
 A run goes on from the newest complete checkpoint in its folder (``train/checkpoint.py``). Under lockstep it then equals a run
-that was never interrupted, bit for bit in every field but times, attempts and memory. Otherwise no prompt is lost or trained twice:
-finished groups are saved, those still being generated are generated again. ``request_stop`` saves after the step in progress
-and ends the run; it goes on from there.
+that was never interrupted, bit for bit in every field but times, attempts and memory. Otherwise no prompt is lost or trained
+twice: finished groups are saved, those still being generated are generated again. ``request_stop`` saves after the step in
+progress and ends the run; it goes on from there.
 """
 
 from __future__ import annotations
