@@ -12,7 +12,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -92,7 +92,7 @@ def read_status(
             state="DONE",
             step=about.get("steps"),
             reward_mean=summary.get("reward_mean_last10"),
-            elapsed_s=end.get("duration_s"),
+            elapsed_s=end.get("duration_s") or _until_done(start, done),
         )
     if folder.is_working():
         current = bool(start) and beat.get("time_unix", 0) >= start["time"]
@@ -132,6 +132,11 @@ def read_status(
         elapsed_s=end["duration_s"] if end else None,
         why=why,
     )
+
+
+def _until_done(start: dict[str, Any], done: dict[str, Any]) -> float | None:
+    """A run is done a moment before its attempt has ended."""
+    return done["finished"] - start["time"] if start and "finished" in done else None
 
 
 def read_statuses(scale_folder: Path, earlier: bool = False) -> list[RunStatus]:

@@ -86,6 +86,14 @@ def test_done_is_done_json_and_nothing_else(make_run):
     assert (status.state, status.reward_mean) == ("DONE", 0.5)
 
 
+def test_a_run_that_is_done_took_its_time_before_its_attempt_has_ended(make_run):
+    folder = make_run()
+    attempt = folder.new_attempt()
+    write_json(attempt / "start.json", {"time": 1000.0})
+    write_json(folder.path / "done.json", {"attempt": 1, "finished": 1090.0})
+    assert read_status(folder).elapsed_s == 90.0
+
+
 def test_an_end_that_says_done_without_done_json_is_not_done(make_run, job_command):
     folder = make_run()
     subprocess.run(job_command(folder), check=True)
