@@ -64,6 +64,11 @@ class Endpoint(Strict):
     direction: Literal["higher", "lower"] = Field(description="which way is better")
     margin: float = Field(gt=0, description="largest difference that does not matter")
     margin_reason: str = Field(min_length=1, description="one sentence: why this margin")
+    condition: str | None = Field(
+        None,
+        min_length=1,
+        description="what any result holds under; the sentence that may be written says it",
+    )
     scale: Literal["absolute", "ratio"] = Field(
         description="absolute: margin in the unit; ratio: margin 0.1 is [1/1.1, 1.1]"
     )

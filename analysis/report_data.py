@@ -112,6 +112,7 @@ def _endpoint(experiment: Experiment, result: EndpointResult) -> dict[str, Any]:
         "margin": endpoint.margin,
         "margin_text": wording.margin(endpoint),
         "margin_reason": endpoint.margin_reason,
+        "condition": endpoint.condition,
         "candidate": measured.candidate,
         "baseline": measured.baseline,
         "n": c.n if c else len(measured.values[measured.candidate]),

@@ -21,7 +21,7 @@ JUDGING = ("alpha", "exclusion", "validity", "lost_run_rule", "pairing_unit")
 """Keys of the plan that decide a verdict; changed after results, they may have been chosen to please."""
 ONLY_EQUIVALENCE = ("margin", "ceiling", "non_inferiority")
 """Of an endpoint's keys those that a claim of difference does not rest on; any other one changed late ends every claim."""
-HARMLESS = ("margin_reason", "unit")
+HARMLESS = ("margin_reason", "unit", "condition")
 
 
 def check_endpoint(

@@ -161,6 +161,8 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
     if measured.finishers and decision.verdict != Verdict.INVALID:
         may = f"Among the runs that finished ({measured.finishers}): {may}"
         may_not = f"The same without the runs that were lost. {may_not}"
+    if endpoint.condition and decision.verdict != Verdict.INVALID:
+        may = f"{may} This holds where {endpoint.condition.strip().rstrip('.')}."
     return EndpointResult(measured, p_holm, decision, omissions, said, may, may_not)
 
 

@@ -121,6 +121,13 @@ def test_an_experiment_finds_what_is_true(sound):
     assert "molt is better than megatron" in verdicts[TRAINER_TIME.name].may_write
 
 
+def test_a_sentence_that_may_be_written_says_its_condition(tmp_path):
+    plain_layers = TRAINER_TIME.model_copy(update={"condition": "no fused kernel is used."})
+    folder = write_experiment(tmp_path, steps=20, endpoints=(plain_layers,))
+    (result,) = judge(load_experiment(folder))
+    assert result.may_write.endswith("This holds where no fused kernel is used.")
+
+
 def test_a_claim_of_non_inferiority_is_told_what_non_inferiority_takes():
     """Normal quantiles, one-sided: n = 2 ((1.645 + 0.842) / m)^2 for a margin of m SDs is 49.5 at 0.5; TOST needs 69."""
     margin = {"margin": 0.5 * 4.4721, "non_inferiority": True}
