@@ -166,7 +166,7 @@ def step_parts(experiment: Experiment) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("seconds a step, mean over steady steps")
         axes.grid(axis="y", visible=False)
-        figure.legend(loc="outside upper left", ncols=8)
+        figure.legend(loc="outside upper left", ncols=4)
         return to_svg(figure, "parts")
 
 
