@@ -30,6 +30,7 @@ class RolloutWorker:
 
     def __init__(self, config: RunConfig, checkpoint: Path) -> None:
         self.config, self.checkpoint = config, Path(checkpoint)
+        self.waves: Waves | None = None
 
     async def start(self) -> None:
         self.renderer = Renderer(self.checkpoint)
@@ -47,7 +48,8 @@ class RolloutWorker:
             eos_token_id(self.checkpoint),
         )
         await self.engine.start()
-        self.waves = Waves(self.engine) if self.config.loop.schedule == "lockstep" else None
+        if self.config.loop.schedule == "lockstep":
+            self.waves = Waves(self.engine)
 
     async def rollout(self, index: int, dispatched_version: int, together: int) -> Group:
         """All samples of the prompt at position ``index`` of the dispatch order.
