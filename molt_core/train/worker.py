@@ -94,6 +94,7 @@ class TrainerRank:
 
     def __init__(self, rank: int, config: RunConfig, checkpoint: Path) -> None:
         self.rank, self.config, self.checkpoint = rank, config, Path(checkpoint)
+        self.engines_know: frozenset[str] = frozenset()
         torch.set_num_threads(config.trainer.threads)
 
     def address(self) -> tuple[str, int]:
@@ -238,7 +239,6 @@ class TrainerRank:
         device = torch.device(self.config.trainer.device)
         self.refit_group = refit.join_group(self.store, 0, size, device, TIMEOUT_S)
         self.expected_names = refit.checkpoint_names(self.checkpoint)
-        self.engines_know: frozenset[str] = frozenset()
 
     def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport | None:
         """Rank 0 sends, the other ranks take part in gathering each tensor. What is frozen goes out the first time only."""
