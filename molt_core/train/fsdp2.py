@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -69,15 +69,11 @@ class FSDP2Backend:
         self._checkpoint_group = dist.new_group(backend="gloo")
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         self.root = head
-        # A rank that is alone has nothing to shard, but in lower precision FSDP also casts.
-        if self.data_size > 1 or self.dtype != torch.float32:
-            layers = (*policy.model.visual.blocks, *policy.model.language_model.layers)
-            for unit in (*filter(_is_large, layers), head):
-                fully_shard(unit, mesh=mesh, mp_policy=precision)
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        layers = (*policy.model.visual.blocks, *policy.model.language_model.layers)
+        for unit in (*filter(_is_large, layers), head):
+            fully_shard(unit, mesh=mesh, mp_policy=precision)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
         self.frozen = frozenset(n for n, p in self._named_parameters() if not p.requires_grad)
         self.clip_norm = optimizer.clip_norm
         parameters = [p for p in self.root.parameters() if p.requires_grad]
