@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -59,8 +60,9 @@ def test_the_seed_systems_own_release_is_near_another_count_of_it(tmp_path, vers
     """Another counter finds 8,083 and 8,691. This one also follows a module that is named by a string: 46 and 58 lines."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", tmp_path]
     result = subprocess.run([*command, f"molt-rl=={version}"], capture_output=True, text=True)
-    if result.returncode:
+    if result.returncode and "CI" not in os.environ:  # a laptop may be offline
         pytest.skip(f"the package index cannot be reached: {result.stderr.strip()[-200:]}")
+    assert result.returncode == 0, result.stderr
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "peer")
     found = count(package_root(tmp_path / "peer", "molt"), "molt", "molt.cli.train_rl_ray")

@@ -18,7 +18,7 @@ from harness.queue import ask
 from harness.run_folder import hold, is_held, read_json
 from harness.status import queue_lock, read_status
 from tests.harness.test_job import is_alive, until
-from tests.harness.test_submit import in_scale, queue_process
+from tests.harness.test_queue import in_scale, queue_process
 
 pytestmark = pytest.mark.usefixtures("own_cores")
 
