@@ -48,7 +48,7 @@ class RunRecord:
 
     metrics: a frame indexed by ``step``, one row a step, NaN where a record lacks the field; dropped counts are summed
     over reasons into ``tokens_dropped`` and ``groups_dropped``. faults: what was refused while reading.
-    recorded_attempts: attempts that recorded a training step, also where a later one recorded it again.
+    repeated_steps: training steps that a later attempt recorded again.
     """
 
     folder: str
@@ -61,7 +61,7 @@ class RunRecord:
     metrics: pd.DataFrame
     faults: tuple[str, ...] = ()
     attempts: int = 0
-    recorded_attempts: int = 0
+    repeated_steps: int = 0
     planned: bool = True
     spans: tuple[Attempt, ...] = ()
 
@@ -160,7 +160,7 @@ def load_run(
         metrics=metrics,
         faults=faults,
         attempts=len(attempts),
-        recorded_attempts=metrics.attrs.get("attempts", 0),
+        repeated_steps=metrics.attrs.get("repeated_steps", 0),
         planned=planned,
         spans=tuple(_spans(attempts)),
     )
@@ -169,14 +169,14 @@ def load_run(
 def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """``metrics.jsonl`` as a frame by step, and the refused values by name.
 
-    ``frame.attrs["attempts"]`` counts the attempts that recorded a training step.
+    ``frame.attrs["repeated_steps"]`` counts the training steps that several attempts recorded.
     Raises LoadError on a line that is no JSON object with a step, except an unfinished last line: a killed writer
     leaves one.
     """
     if not path.is_file():
         return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
     by_step: dict[int, dict[str, Any]] = {}
-    attempts: set[int] = set()
+    repeated: set[int] = set()
     text = path.read_text()
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -190,9 +190,13 @@ def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
             raise LoadError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise LoadError(f"{path}:{number}: a record needs an integer step")
-        if record["step"] > 0:
-            attempts.add(record.get("attempt", 1))
         earlier = by_step.get(record["step"])
+        if (
+            earlier is not None
+            and record["step"] > 0
+            and record.get("attempt", 1) != earlier.get("attempt", 1)
+        ):
+            repeated.add(record["step"])
         if earlier is None or record.get("attempt", 1) >= earlier.get("attempt", 1):
             by_step[record["step"]] = record
     faults: list[str] = []
@@ -210,7 +214,7 @@ def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
     if not rows:
         return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
     frame = pd.DataFrame(rows).set_index("step")
-    frame.attrs["attempts"] = len(attempts)
+    frame.attrs["repeated_steps"] = len(repeated)
     return frame, tuple(faults)
 
 

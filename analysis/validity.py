@@ -103,17 +103,17 @@ def full_length(pair: Pair) -> Finding:
 
 @pair_check(
     "not restarted",
-    "records of one attempt",
-    "a run that is stopped and begun again may have been stopped for what it showed",
+    "no step was trained twice",
+    "a run that is stopped and trains its steps again may have been stopped for what they showed",
     effect="flag",
 )
 def not_restarted(pair: Pair) -> Finding:
     def judge(run: RunRecord) -> int:
-        if run.recorded_attempts > 1:
-            raise Problem(f"records of {run.recorded_attempts} attempts")
-        return run.recorded_attempts
+        if run.repeated_steps:
+            raise Problem(f"{run.repeated_steps} steps trained again by a later attempt")
+        return 0
 
-    return each_run(pair, judge, lambda seen: f"{len(seen)} runs of one attempt")
+    return each_run(pair, judge, lambda seen: f"{len(seen)} runs trained each step once")
 
 
 @pair_check(

@@ -71,6 +71,7 @@ def test_a_step_of_two_attempts_counts_once_as_the_later_saw_it(tmp_path):
     )
     frame, _ = read_metrics(path)
     assert list(frame["loss"]) == [1.0, 20.0]
+    assert frame.attrs["repeated_steps"] == 1
 
 
 def test_records_changed_after_the_run_was_done_are_a_fault(tmp_path):
@@ -84,10 +85,10 @@ def test_records_changed_after_the_run_was_done_are_a_fault(tmp_path):
     assert "metrics.jsonl changed after the run was done" in fault
 
 
-def test_an_attempt_whose_every_step_was_recorded_again_still_counts(tmp_path):
+def test_an_attempt_whose_every_step_was_recorded_again_is_counted_step_by_step(tmp_path):
     steps = [{"step": step, "attempt": attempt} for attempt in (1, 2) for step in (0, 1, 2)]
     frame, _ = read_metrics(write_lines(tmp_path / "metrics.jsonl", steps))
-    assert frame.attrs["attempts"] == 2
+    assert frame.attrs["repeated_steps"] == 2
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])

@@ -94,7 +94,6 @@ FAULTS = {
         "every run of megatron ended before molt began",
     ),
     "conformance": (set_run(lambda run: run["conformance"].update(passed=False)), "failed in molt-s1"),
-    "not restarted": (set_field("attempt", 2), "records of 2 attempts"),
     "no forced retry": (
         set_run(lambda run: run.update(forced=[{"state": "DIVERGED", "attempt": 1}])),
         "tried again by force after DIVERGED",
@@ -144,7 +143,7 @@ def planted(tmp_path, fault):
 
 def test_a_sound_experiment_passes_every_check(sound):
     assert {name: check.passed for name, check in checks_of(sound).items()} == dict.fromkeys(
-        [*FAULTS, "nothing beyond the plan"], True
+        [*FAULTS, "not restarted", "nothing beyond the plan"], True
     )
 
 
@@ -163,6 +162,16 @@ def test_a_fault_fails_its_check_and_no_other(tmp_path, name):
 def test_a_check_sees_its_other_faults(tmp_path, name, fault, message):
     check = checks_of(planted(tmp_path, fault))[name]
     assert check.passed is False and message in check.found
+
+
+def test_steps_trained_again_are_flagged_and_a_run_that_only_went_on_is_not(tmp_path):
+    folder = planted(tmp_path, set_field("attempt", 2))  # from step 12 on
+    assert checks_of(folder)["not restarted"].passed
+    (metrics,) = folder.glob("molt-s1-*/metrics.jsonl")
+    again = [json.loads(line) | {"attempt": 1} for line in metrics.read_text().splitlines()[12:15]]
+    metrics.write_text("".join(json.dumps(r) + "\n" for r in again) + metrics.read_text())
+    check = checks_of(folder)["not restarted"]
+    assert check.passed is False and "3 steps trained again" in check.found
 
 
 def test_a_declared_switch_may_differ_and_nothing_else(tmp_path):
