@@ -85,8 +85,6 @@ CONFORMANCE = {
     "logprob_difference": 3.1e-6,
     "loss_difference": 7e-8,
     "grad_norm_difference": 6e-7,
-    "loss_drift": 3e-6,
-    "grad_norm_drift": 2e-5,
     "update_difference": 3e-5,
 }
 
