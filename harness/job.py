@@ -214,7 +214,8 @@ def _watch(
         latest = _progress(folder, attempt, since=_start_time(attempt))
         if latest != progress:
             progress, seen_at = latest, now
-        if now - seen_at > hang_bound(folder, attempt, resources["hang_after_s"]):
+        phase = progress[0] if progress else "starting"
+        if now - seen_at > hang_bound(folder, attempt, phase, resources["hang_after_s"]):
             dump_stacks(attempt / "stacks")
             code = _stop(child, signal.SIGABRT)  # faulthandler writes every thread's stack
             where = f"in phase {progress[0]} at step {progress[1]}" if progress else "ever"
@@ -275,8 +276,13 @@ def _progress(folder: RunFolder, attempt: Path, since: float) -> tuple[Any, ...]
     return "starting", (attempt / "output.log").stat().st_size
 
 
-def hang_bound(folder: RunFolder, attempt: Path, ceiling_s: float) -> float:
-    """Seconds without progress that are a hang: ``ceiling_s`` until this attempt's own steps say what is usual."""
+def hang_bound(folder: RunFolder, attempt: Path, phase: str, ceiling_s: float) -> float:
+    """Seconds without progress that are a hang: ``ceiling_s`` until this attempt's own steps say what is usual.
+
+    They say it of steps alone: an evaluation may take many times as long as they do.
+    """
+    if phase != "training":
+        return ceiling_s
     took = [
         record["wall_s"]
         for record in tail_records(folder.metrics, 50)

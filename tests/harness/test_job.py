@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from harness.job import hang_bound
 from harness.outcome import Unfinished, product, summarise
 from harness.processes import own_environment
 from harness.run_folder import Busy, hold, is_held, read_json, write_json
@@ -132,6 +134,24 @@ def test_a_beating_heart_is_no_hang(make_run, job_command):
     body = "for step in range(1, steps + 1):\n    record(step); beat('training', step); time.sleep(0.8)\n"
     folder = make_run(body=body, steps=4, hang_after_s=2.0)
     assert work(job_command(folder)) == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "wall_s", "phase", "bound"),
+    [
+        (9, 10.0, "training", 3600.0),  # too few to say what is usual
+        (10, 10.0, "training", 200.0),  # twenty usual steps
+        (10, 0.1, "training", 120.0),  # and never less than two minutes
+        (10, 1000.0, "training", 3600.0),  # nor more than was asked for
+        (10, 10.0, "evaluating", 3600.0),
+    ],
+)
+def test_a_runs_own_steps_say_how_long_a_step_may_take(make_run, steps, wall_s, phase, bound):
+    folder = make_run()
+    attempt = folder.new_attempt()
+    records = [{"step": n + 1, "attempt": 1, "wall_s": wall_s} for n in range(steps)]
+    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert hang_bound(folder, attempt, phase, 3600.0) == bound
 
 
 def test_over_the_time_limit_is_a_timeout(make_run, job_command):
