@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
@@ -74,9 +73,11 @@ class FSDP2Backend:
             fully_shard(unit, mesh=mesh, mp_policy=precision)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        self.frozen = frozenset(n for n, p in self._named_parameters() if not p.requires_grad)
+        # Kept from here on: what the module names after a forward pass may be the gathered copy, which has no moments.
+        self._sharded = {n.removeprefix(PREFIX): p for n, p in head.named_parameters()}
+        self.frozen = frozenset(n for n, p in self._sharded.items() if not p.requires_grad)
         self.clip_norm = optimizer.clip_norm
-        parameters = [p for p in self.root.parameters() if p.requires_grad]
+        parameters = [p for p in self._sharded.values() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
                 {
@@ -104,8 +105,8 @@ class FSDP2Backend:
         loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one
 
     def optimizer_step(self, apply: bool = True) -> float:
-        norm = nn.utils.clip_grad_norm_(self.root.parameters(), self.clip_norm)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = nn.utils.clip_grad_norm_(self._sharded.values(), self.clip_norm)
+        norm = float(norm.full_tensor())
         if apply and can_step(norm):
             factor = lr_factor(self._steps, self._total_steps, self._optimizer_config)
             for group in self.optimizer.param_groups:
@@ -124,18 +125,15 @@ class FSDP2Backend:
     def named_weights(
         self, leave_out: frozenset[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._named_parameters():
+        for name, parameter in self._sharded.items():
             if name not in leave_out:
-                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                yield name, whole.to(self.dtype)
-
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((n.removeprefix(PREFIX), p) for n, p in self.root.named_parameters())
+                yield name, parameter.full_tensor().to(self.dtype)
 
     def save(self, folder: Path) -> Future:
         return save_state(self._state(), self._steps, folder, self._checkpoint_group)
 
     def load(self, folder: Path) -> None:
+        self.root.reshard()  # what a forward pass left gathered is of the weights before
         self._steps = load_state(self._state(), folder, self._checkpoint_group)
         for moments in self.optimizer.state.values():
             moments["step"].fill_(self._steps)
@@ -143,7 +141,7 @@ class FSDP2Backend:
     def _state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Weights and moments by kind and name: the tensors themselves, sharded as they are."""
         state = {kind: {} for kind in KINDS}
-        for name, parameter in self._named_parameters():
+        for name, parameter in self._sharded.items():
             moments = self.optimizer.state[parameter]
             if not moments:  # not stepped yet
                 moments["step"] = torch.zeros((), device=self.device)

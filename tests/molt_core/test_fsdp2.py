@@ -102,6 +102,12 @@ def test_activation_checkpointing_keeps_less_and_changes_no_step(checkpoint, ora
     assert largest_difference(weights, oracle[1]) < 5e-6
 
 
+@torch.no_grad()
+def look(backend: FSDP2Backend, share) -> None:
+    """Score rows as a run's probe does, which leaves gathered weights in the module."""
+    backend_logprobs(backend, collate(share[0][0]))
+
+
 def _rank(rank: int, port: int, checkpoint: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -111,12 +117,15 @@ def _rank(rank: int, port: int, checkpoint: Path, out: Path) -> None:
     interrupted, resumed = build(checkpoint, world_size=2), build(checkpoint, world_size=2)
     for _ in range(STEPS - 1):
         backend_step(interrupted, share, denominator(checkpoint))
+    look(interrupted, share)
     saving = interrupted.save(out / "state")
     backend_step(interrupted, share, denominator(checkpoint))  # must not reach what is being saved
     saving.result()
     again = []
     for folder in ("state", "alone"):
+        look(resumed, share)
         resumed.load(out / folder)
+        look(resumed, share)
         backend_step(resumed, share, denominator(checkpoint))
         again.append({name: weight.clone() for name, weight in resumed.named_weights()})
     torch.save((norms, weights, *again), out / f"{rank}.pt")
