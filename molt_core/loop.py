@@ -118,7 +118,11 @@ class Loop:
         gpus = engine.tensor_parallel if engine.device == "cuda" else 0
         threads = {"OMP_NUM_THREADS": str(engine.threads)}
         remote = ray.remote(
-            num_cpus=1, num_gpus=gpus, max_concurrency=1000, runtime_env={"env_vars": threads}
+            num_cpus=1,
+            num_gpus=gpus,
+            max_concurrency=1000,
+            concurrency_groups={"clocks": 1},
+            runtime_env={"env_vars": threads},
         )(RolloutWorker)
         self.workers = [remote.remote(self.config, self.checkpoint) for _ in range(engine.count)]
         self.trainer, *_ = await asyncio.gather(

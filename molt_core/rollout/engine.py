@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -52,31 +53,38 @@ class Sampled:
 
 @dataclass
 class BusyClock:
-    """The stretches of time in which at least one request was being decoded (``time.time`` seconds)."""
+    """The stretches of time in which at least one request was being decoded (``time.time`` seconds).
+
+    ``take`` may be called from another thread.
+    """
 
     running: int = 0
     since: float = 0.0
     stretches: list[tuple[float, float]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def request(self):
-        if self.running == 0:
-            self.since = time.time()
-        self.running += 1
+        with self.lock:
+            if self.running == 0:
+                self.since = time.time()
+            self.running += 1
         try:
             yield
         finally:
-            self.running -= 1
-            if self.running == 0:
-                self.stretches.append((self.since, time.time()))
+            with self.lock:
+                self.running -= 1
+                if self.running == 0:
+                    self.stretches.append((self.since, time.time()))
 
     def take(self) -> list[tuple[float, float]]:
         """The stretches up to now; a running one is cut here and goes on in the next call's answer."""
-        now = time.time()
-        out, self.stretches = self.stretches, []
-        if self.running:
-            out.append((self.since, now))
-            self.since = now
+        with self.lock:
+            now = time.time()
+            out, self.stretches = self.stretches, []
+            if self.running:
+                out.append((self.since, now))
+                self.since = now
         return out
 
 

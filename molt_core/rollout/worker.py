@@ -14,6 +14,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from molt_core.agents.base import load_agent
 from molt_core.config import RunConfig, SamplingConfig
 from molt_core.data import prompt_source
@@ -26,7 +28,7 @@ from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
 
 
 class RolloutWorker:
-    """``start`` before anything else. All methods run on the actor's one event loop."""
+    """``start`` before anything else. All methods but ``busy`` run on the actor's one event loop."""
 
     def __init__(self, config: RunConfig, checkpoint: Path) -> None:
         self.config, self.checkpoint = config, Path(checkpoint)
@@ -182,8 +184,12 @@ class RolloutWorker:
     async def join(self, join_info: Mapping[str, Any]) -> None:
         await self.engine.join(join_info)
 
+    @ray.method(concurrency_group="clocks")
     async def busy(self) -> tuple[list[tuple[float, float]], dict[str, int]]:
-        """Stretches of decoding since the last call, and the engine's count of tokens sampled, by purpose."""
+        """Stretches of decoding since the last call, and the engine's count of tokens sampled, by purpose.
+
+        In a thread of its own: the trainer asks every step, and must not wait for the groups that are being rendered.
+        """
         return self.engine.clock.take(), dict(self.engine.tokens)
 
     async def shutdown(self) -> None:
