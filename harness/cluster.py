@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from harness import source
 from harness.identity import ROOT
@@ -27,6 +27,42 @@ class Attempts(Strict):
     preempted: int = Field(50, ge=0, description="a job of higher priority took the nodes")
     timed_out: int = Field(20, ge=0, description="the time limit came, and the run had got on")
     failed: int = Field(3, ge=0, description="a node failed, or hardware did")
+
+
+class Container(Strict):
+    """The image that runs work in. What it means in commands: ``harness/container.py``."""
+
+    runtime: Literal["none", "apptainer", "pyxis"] = "none"
+    image: str | None = Field(
+        None, description="file on every node: .sif of apptainer, .sqsh of pyxis"
+    )
+    mounts: tuple[str, ...] = Field(
+        (), description="SOURCE[:TARGET[:ro]], beside what a run is known to need"
+    )
+    python: str = Field("/opt/molt/bin/python", description="the environment's Python, inside")
+    arguments: tuple[str, ...] = Field((), description="further options of the runtime")
+
+    @field_validator("mounts")
+    @classmethod
+    def _a_mount_has_a_source(cls, mounts: tuple[str, ...]) -> tuple[str, ...]:
+        for mount in mounts:
+            source, *rest = mount.split(":")
+            target_is_a_place = not rest or rest[0].startswith("/")
+            if not (source.startswith("/") and target_is_a_place and rest[1:] in ([], ["ro"])):
+                raise ValueError(
+                    f"{mount} is no mount; write SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, with absolute places"
+                )
+        return mounts
+
+    @model_validator(mode="after")
+    def _an_image_is_a_file(self) -> Container:
+        # pyxis takes a name without a slash for a registry's, and a registry's image is fetched by each task, offline or not.
+        if self.runtime != "none" and not (self.image or "").startswith("/"):
+            raise ValueError(
+                f"image {self.image} is no absolute path; build or import the image once (containers/README.md) and name "
+                "its file"
+            )
+        return self
 
 
 class Cluster(Strict):
@@ -46,6 +82,7 @@ class Cluster(Strict):
     )
     environment: dict[str, str] = Field(default_factory=dict, description="exported in the job")
     setup: tuple[str, ...] = Field((), description="lines of shell before the job, `module load`")
+    container: Container = Container()
     max_running: int = Field(256, gt=0, description="runs of one submit that work at once")
     warn_s: int = Field(
         120, ge=30, description="seconds between the signal to save and the end of a job, at least"

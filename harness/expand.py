@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from analysis.plan import Plan, PlannedRun
+from harness.container import Image
 from harness.identity import Snapshot, digest, run_identity, take_snapshot
 from harness.inputs import Input, hashes, protocol_inputs, trainer_inputs
 from harness.spec import Experiment, Resources, Scale
@@ -57,6 +58,8 @@ class Expansion:
     runs: tuple[Run, ...]
     snapshot: Snapshot
     base: Path
+    image: Image | None = None
+    """The container's file, where the cluster's profile has one."""
 
     def __getitem__(self, name: str) -> Run:
         return next(run for run in self.runs if run.name == name)
@@ -116,7 +119,13 @@ class Expansion:
 
 
 def expand(
-    experiment: Experiment, scale_name: str, runs_dir: Path, *, base: Path, write: bool = True
+    experiment: Experiment,
+    scale_name: str,
+    runs_dir: Path,
+    *,
+    base: Path,
+    write: bool = True,
+    image: Image | None = None,
 ) -> Expansion:
     """Every run of ``scale_name``. ``base``: the folder that relative paths in the protocol start from.
 
@@ -124,9 +133,10 @@ def expand(
     """
     scale = experiment.scales[scale_name]
     snapshot = take_snapshot(runs_dir / ".code", write=write)
-    runs = tuple(_runs(experiment, scale, snapshot.hash, base))
+    sha256 = image.sha256 if image is not None else None
+    runs = tuple(_runs(experiment, scale, snapshot.hash, base, sha256))
     folder = runs_dir / experiment.name / scale.name
-    return Expansion(experiment, scale, folder, runs, snapshot, base)
+    return Expansion(experiment, scale, folder, runs, snapshot, base, image)
 
 
 def arms_difference(scale: Scale) -> dict[str, dict[str, Any]]:
@@ -164,7 +174,9 @@ def interleaved(experiment: Experiment, scale: Scale) -> Iterator[tuple[str, int
         yield from ((system, seed) for system in systems)
 
 
-def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterator[Run]:
+def _runs(
+    experiment: Experiment, scale: Scale, code: str, base: Path, image: str | None
+) -> Iterator[Run]:
     first = next(iter(scale.configs.values()))
     shape = scale.resources.model_dump(mode="json", exclude={"time_limit", "hang_after_s"})
     where = {"name": scale.name, **shape}
@@ -176,7 +188,9 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
 
     if first.warmup is not None:
         recipe = {key: protocol[key] for key in WARMUP_SECTIONS}
-        identity = run_identity("warmup", where, recipe, code=code, files=hashes(shared))
+        identity = run_identity(
+            "warmup", where, recipe, code=code, files=hashes(shared), image=image
+        )
         trainer = TrainerConfig(device=first.engine.device)
         warmup = Run(
             name=f"warmup-{identity[:8]}",
@@ -207,6 +221,7 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
             protocol_of(config),
             code=code,
             files=hashes(both),
+            image=image,
             system=pair,
             parents=parents,
         )
@@ -242,6 +257,7 @@ def _runs(experiment: Experiment, scale: Scale, code: str, base: Path) -> Iterat
             protocol_of(config),
             code=code,
             files=hashes((*shared, *own[system])),
+            image=image,
             system={**arm, "repeat": number} if number else arm,
             seed=seed,
             parents=parents,

@@ -16,21 +16,21 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from harness import fingerprints, inputs, notify, requeue
+from harness import container, fingerprints, inputs, notify, requeue
 from harness.causes import kills_for_memory
 from harness.cluster import Cluster
+from harness.command import code_path, command_line, environment, own_variables
 from harness.outcome import judge_exit, last_lines
 from harness.processes import (
-    MARK,
     become_subreaper,
     dump_stacks,
     end_descendants,
@@ -88,9 +88,11 @@ def run_job(run_dir: str | Path) -> Ending:
             ending = Ending("CONFIG", "the copy of the code it was submitted with is gone")
         elif other := inputs.changed(run.get("inputs", [])):
             ending = Ending("CONFIG", other)
+        elif other := container.other_image(run, cluster.container, folder.path.parents[2]):
+            ending = Ending("CONFIG", other)
         else:
             try:
-                ending, facts = _attempt(folder, run, attempt)
+                ending, facts = _attempt(folder, run, attempt, cluster)
             except (
                 Exception
             ) as error:  # whatever it was, the attempt ends with a reason and not as "killed"
@@ -140,15 +142,19 @@ def _too_often(folder: RunFolder, job_id: str | None, cluster: Cluster) -> Endin
     return None if back or not words else Ending(ends[-1]["state"], f"not started again: {words}")
 
 
-def _attempt(folder: RunFolder, run: dict[str, Any], attempt: Path) -> tuple[Ending, dict]:
-    installed = fingerprints.packages()
-    prints = {
-        "code": run["fingerprints"]["code"],
-        "packages": fingerprints.packages_hash(installed),
-        "hardware": fingerprints.hardware(),
-    }
+def _attempt(
+    folder: RunFolder, run: dict[str, Any], attempt: Path, cluster: Cluster
+) -> tuple[Ending, dict]:
+    prints = {"code": run["fingerprints"]["code"], "hardware": fingerprints.hardware()}
+    if run.get("image"):
+        installed = {}  # harness/inside.py writes them
+        prints["image"] = run["image"]["sha256"]
+    else:
+        installed = fingerprints.packages()
+        prints["packages"] = fingerprints.packages_hash(installed)
     folder.update_run(fingerprints=prints, **inherited(folder))
-    arguments = command(folder, run, attempt)
+    scratch = tempfile.mkdtemp(prefix="m")  # short: Ray's socket paths below it must fit 107 bytes
+    arguments = command_line(folder, run, attempt, scratch, cluster)
     write_json(
         attempt / "start.json",
         {
@@ -161,8 +167,6 @@ def _attempt(folder: RunFolder, run: dict[str, Any], attempt: Path) -> tuple[End
         },
     )
     become_subreaper()
-    scratch = tempfile.mkdtemp(prefix="m")  # short: Ray's socket paths below it must fit 107 bytes
-
     job = os.getpid()
 
     def in_child() -> None:
@@ -177,14 +181,15 @@ def _attempt(folder: RunFolder, run: dict[str, Any], attempt: Path) -> tuple[End
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=attempt,  # nothing to import here: code comes from the snapshot
-                env=environment(folder, run, scratch),
+                env=environment(own_variables(folder, run, scratch)),
                 start_new_session=True,
                 preexec_fn=in_child,
             )
         try:
             ending = _watch(child, folder, run, attempt)
         finally:
-            remained = end_descendants()
+            # The second: what a step of Slurm's holds, which is no descendant.
+            remained = [*end_descendants(), *end_leftovers(run["identity"])]
         return ending, {"ended_with_it": remained} if remained else {}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -201,7 +206,7 @@ def _watch(
         caught = signal.sigtimedwait(WATCHED, TICK_S)
         ended = reap()
         if child.pid in ended:
-            child.returncode = ended[child.pid]
+            child.returncode = container.own_code(ended[child.pid])
             # Slurm signals every process of a job at once, and the command may be the first to go.
             if child.returncode < 0 and (number := _signalled(caught)) is not None:
                 told = requeue.notice(number, job_id)
@@ -216,12 +221,12 @@ def _watch(
             progress, seen_at = latest, now
         phase = progress[0] if progress else "starting"
         if now - seen_at > hang_bound(folder, attempt, phase, resources["hang_after_s"]):
-            dump_stacks(attempt / "stacks")
-            code = _stop(child, signal.SIGABRT)  # faulthandler writes every thread's stack
+            dump_stacks(attempt / "stacks", run["identity"])
+            code = _stop(child, attempt, signal.SIGABRT)  # faulthandler writes every thread's stack
             where = f"in phase {progress[0]} at step {progress[1]}" if progress else "ever"
             return Ending("HANG", f"no progress for {now - seen_at:.0f} s {where}", code)
         if job_id is None and now - started > resources["time_limit_s"]:  # else it is Slurm's
-            code = _stop(child)
+            code = _stop(child, attempt)
             return Ending("TIMEOUT", f"over its time limit of {resources['time_limit_s']} s", code)
 
 
@@ -236,9 +241,9 @@ def _told_to_end(number: int, child: subprocess.Popen, folder: RunFolder, attemp
     """A signal to the job: let the command save where Slurm leaves time for it, then end. A run that is done is DONE."""
     told = requeue.notice(number, requeue.own_job())
     if told.seconds_left > 0:
-        code = _stop(child, SAVE_AND_STOP, told.seconds_left)
+        code = _stop(child, attempt, SAVE_AND_STOP, told.seconds_left)
     else:
-        code = _stop(child)
+        code = _stop(child, attempt)
     if code == 0:
         state, reason = judge_exit(folder, attempt, code)
         if state == "DONE":
@@ -248,17 +253,19 @@ def _told_to_end(number: int, child: subprocess.Popen, folder: RunFolder, attemp
 
 def _stop(
     child: subprocess.Popen,
+    attempt: Path,
     number: signal.Signals = signal.SIGTERM,
     patience_s: float = GRACE_S,
 ) -> int | None:
     """Ask the command to end; after ``patience_s`` its descendants are ended with it. Returns its code where it obeyed."""
-    os.kill(child.pid, number)
+    with suppress(ProcessLookupError):  # the command has ended, and its runtime is about to
+        os.kill(container.command_pid(attempt, child.pid), number)
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         signal.sigtimedwait([signal.SIGCHLD], 0.2)
         ended = reap()
         if child.pid in ended:
-            child.returncode = ended[child.pid]
+            child.returncode = container.own_code(ended[child.pid])
             return child.returncode
     child.returncode = -signal.SIGKILL  # end_descendants does it
     return None
@@ -306,40 +313,6 @@ def unmet_need(folder: RunFolder) -> str:
             detail = done["conformance"].get("detail", "see its conformance.json")
             return f"{need.name} found that the arms do not make the same update: {detail}"
     return ""
-
-
-def command(folder: RunFolder, run: dict[str, Any], attempt: Path) -> list[str]:
-    """run.json's command with this attempt's places filled in."""
-    places = {
-        "python": sys.executable,
-        "run": str(folder.path),
-        "scale": str(folder.path.parent),
-        "attempt": str(int(attempt.name)),
-    }
-    return [part.format_map(places) for part in run["command"]]
-
-
-def code_path(folder: RunFolder, run: dict[str, Any]) -> Path:
-    """The snapshot that the run imports from; run.json has it relative, so that ``runs/`` can be moved."""
-    return (folder.path / run["code_path"]).resolve()
-
-
-def environment(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[str, str]:
-    """The job's own environment, with the snapshot first on the import path and the run's mark."""
-    code = code_path(folder, run)
-    path = [str(code), str(code / "molt_core" / "_site"), *run.get("import_path", [])]
-    path += filter(None, [os.environ.get("PYTHONPATH")])
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return {
-        **own,  # a user's program may start scripts that import what lies beside them
-        MARK: run["identity"],
-        "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "TMPDIR": scratch,
-        "MOLT_CODE": str(code),
-        "MOLT_STACKS": str(folder.attempts[-1] / "stacks"),
-    }
 
 
 def inherited(folder: RunFolder) -> dict[str, Any]:

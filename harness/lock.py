@@ -52,6 +52,8 @@ def text(expansion: Expansion, commit: Mapping[str, Any]) -> str:
         "commit": f"{commit.get('commit', 'none')}{dirty}",
         "packages": fingerprints.packages_hash(fingerprints.packages()),
     }
+    if expansion.image is not None:
+        head["image"] = f"{expansion.image.path} sha256:{expansion.image.sha256}"
     lines = [f"# {key}: {value}" for key, value in head.items()]
     body = yaml.safe_dump(resolved(expansion), sort_keys=False, width=120)
     return "\n".join([*lines, "", body])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from molt_core.config import RunConfig
 
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """A submit writes a thousand configurations: libyaml's own dumper where PyYAML was built with it."""
-FOLLOWS = ("resources", "needs", "command", "import_path", "inputs")
+FOLLOWS = ("resources", "needs", "command", "import_path", "inputs", "image")
 """Keys of run.json outside the run's identity: limits, what it waits for, how it is started, where its inputs lie."""
 
 
@@ -68,7 +69,7 @@ def record(expansion: Expansion, run: Run, commit: Mapping[str, Any]) -> dict[st
             "time_limit_s": run.resources.time_limit_s,
         },
         "config": run.config.model_dump(mode="json"),
-        "image": None,
+        "image": asdict(expansion.image) if expansion.image is not None else None,
         **({"warmup_content_hash": weights[0].hash} if weights else {}),
         "submitted": time.time(),
         "git": dict(commit),

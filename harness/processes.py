@@ -82,13 +82,14 @@ def end_descendants(grace_s: float = 5.0) -> list[str]:
         signal.sigtimedwait([signal.SIGCHLD], 0.05)
 
 
-def dump_stacks(folder: Path, patience_s: float = 3.0) -> list[Path]:
-    """Have every descendant that can (``molt_core/_process.py``) write the stacks of its threads; returns the files.
+def dump_stacks(folder: Path, identity: str, patience_s: float = 3.0) -> list[Path]:
+    """Have every process of a run that can (``molt_core/_process.py``) write the stacks of its threads; returns the files.
 
     A process that can has opened ``folder/<pid>.txt`` at its start. The handler is the kernel's business and not the
     interpreter's: it answers from inside a deadlock too.
     """
     alive = {process.pid for process in psutil.Process().children(recursive=True)}
+    alive |= {process.pid for process in leftovers(identity)}  # in a step of Slurm's
     files = [file for file in sorted(folder.glob("*.txt")) if int(file.stem) in alive]
     for file in files:
         os.kill(int(file.stem), signal.SIGQUIT)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cluster import Cluster
+from harness.container import launch
 from harness.expand import Run
 from harness.identity import digest
 from harness.run_folder import RunFolder
@@ -113,7 +114,7 @@ def parameters(
         "array_parallelism": array.parallel,
         "use_srun": False,
         "stderr_to_stdout": True,
-        "setup": setup_lines(cluster, code),
+        "setup": setup_lines(cluster, code, resources.cpus_per_node),
     }
     given = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
     chosen |= {key: value for key, value in given.items() if value is not None}
@@ -137,12 +138,15 @@ def parameters(
     return {**chosen, "additional_parameters": more}
 
 
-def setup_lines(cluster: Cluster, code: Path) -> list[str]:
+def setup_lines(cluster: Cluster, code: Path, cpus: int) -> list[str]:
     """Shell before the job: the profile's lines and variables, and where this harness is imported from."""
     # Without the second, `python -m` would import from the folder that sbatch was called in before anything else.
     exports = {**cluster.environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(code)}
     lines = [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
     lines[-1] += '"${PYTHONPATH:+:$PYTHONPATH}"'
+    if cluster.container.runtime != "none":
+        shown = shlex.join(launch(cluster.container, ["COMMAND"], workdir="ATTEMPT", cpus=cpus))
+        lines.append(f"# The job starts a run's command by: {shown}")
     return [*cluster.setup, *lines]
 
 

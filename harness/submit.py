@@ -22,6 +22,7 @@ from harness import fingerprints, lock, preflight, show
 from harness.canary import with_canaries
 from harness.causes import cause
 from harness.cluster import Cluster, choose_cluster
+from harness.container import known_image
 from harness.expand import Expansion, Run, expand
 from harness.identity import ROOT
 from harness.prepare import prepare
@@ -143,7 +144,8 @@ def main(
         experiment = load(file, base=Path.cwd())
         target = choose_target(cluster, on_slurm, dry_run)
         name = choose_scale(experiment, scale, on_slurm)
-        expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run)
+        image = known_image(target.container, runs, not dry_run) if on_slurm else None
+        expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run, image=image)
         if canary:
             expansion = with_canaries(expansion)
         chosen = expansion.select(only)

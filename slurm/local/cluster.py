@@ -38,6 +38,7 @@ PACKAGES = (
     *("libmunge2", "libmariadb3", "libaio1", "liburing2", "mariadb-common", "mysql-common"),
     *("libhwloc15", "libnuma1", "libjwt0", "libjansson4", "libfreeipmi17", "librrd8"),
     *("libipmimonitoring6", "liblz4-1", "libhttp-parser2.9", "libjson-c5", "libyaml-0-2"),
+    "bubblewrap",  # what the tests' container runtimes are made of
 )
 """Slurm, its database, and the libraries that a bare Debian may lack; those that apt does not know are left out."""
 PROGRAMS = {
@@ -48,7 +49,7 @@ PROGRAMS = {
     **{name: f"usr/bin/{name}" for name in ("scontrol", "sacctmgr", "salloc", "munge", "unmunge")},
     **{name: f"usr/sbin/{name}-wlm" for name in ("slurmctld", "slurmd", "slurmstepd")},
     **{name: f"usr/sbin/{name}" for name in ("slurmdbd", "munged", "mariadbd")},
-    "mariadb": "usr/bin/mariadb",
+    **{name: f"usr/bin/{name}" for name in ("mariadb", "bwrap")},
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import sbatch
-from harness.cluster import Attempts, Cluster
+from harness.cluster import Attempts, Cluster, Container
 from harness.sbatch import Array, Task
 from harness.spec import Resources
 
@@ -22,20 +22,31 @@ PROFILE = Cluster(
     sbatch={"mail-type": "FAIL", "nodes": "1-2", "wckey": None},
     attempts=Attempts(),
 )
+CONTAINERS = {
+    "none": Container(),
+    "apptainer": Container(
+        runtime="apptainer", image="/images/molt.sif", mounts=("/data:/data:ro", "/models")
+    ),
+    "pyxis": Container(
+        runtime="pyxis", image="/images/molt.sqsh", mounts=("/data:/data:ro", "/models")
+    ),
+}
 
 
-def text(nodes: int, tasks: int) -> str:
+def text(runtime: str, nodes: int, tasks: int) -> str:
     resources = Resources(nodes=nodes, **GPU)
     runs = tuple(Task(f"molt-s{n}-0", "train", ("warmup-0",), resources) for n in range(tasks))
     array = Array(runs, resources, parallel=min(4, tasks))
     profile = PROFILE if tasks > 1 else Cluster()
+    profile = profile.model_copy(update={"container": CONTAINERS[runtime]})
     after = {"warmup-0": "7_0"} if tasks > 1 else {}
     bad = ["n13"] if tasks > 1 else []
     code, logs = Path("/runs/.code/0123"), Path("/runs/x/y/slurm")
     return sbatch.script(array, profile, "x-y-train-0", after, code, logs, bad)
 
 
-CASES = {"one_node": (1, 1), "two_nodes": (2, 1), "array": (2, 6)}
+SHAPES = {"one_node": (1, 1), "two_nodes": (2, 1), "array": (2, 6)}
+CASES = {f"{r}-{name}": (r, *shape) for r in CONTAINERS for name, shape in SHAPES.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from analysis.plan import Plan
 from harness import submit as submit_module
+from harness.command import own_command
 from harness.expand import expand
-from harness.job import command
 from harness.processes import own_environment
 from harness.run_folder import RunFolder, read_json, write_json
 from harness.spec import load
@@ -201,7 +201,7 @@ def test_a_brace_in_a_models_path_is_a_brace(tmp_path):
     expansion = expand(load(path), "here", tmp_path / "runs", base=tmp_path)
     submit(expansion, expansion.runs)
     folder = RunFolder(expansion.folder / expansion.replicates[0].name)
-    arguments = command(folder, folder.run, folder.path / "attempts" / "01")
+    arguments = own_command(folder, folder.run, folder.path / "attempts" / "01", sys.executable)
     assert str(weights.resolve()) in arguments
 
 

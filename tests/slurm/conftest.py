@@ -84,7 +84,9 @@ def light(tmp_path, monkeypatch):
     Everything but what the command does is real: folders, snapshot, arrays, jobs.
     """
 
-    def make(train: str = TRAIN, seeds: str = "[0, 1]", resources: str = "", limit="00:30:00"):
+    def make(
+        train: str = TRAIN, seeds: str = "[0, 1]", resources: str = "", limit="00:30:00", image=None
+    ):
         bodies = BODIES | {"train": train}
         for kind, body in bodies.items():
             (tmp_path / f"{kind}.py").write_text(STAND_IN + body)
@@ -99,7 +101,7 @@ def light(tmp_path, monkeypatch):
         path.write_text(path.read_text().replace("seeds: [0, 1]", f"seeds: {seeds}\n", 1))
         text = path.read_text().replace("  optimizer:", "  loop: {steps: 5}\n  optimizer:", 1)
         path.write_text(text)
-        return expand(load(path), "here", tmp_path / "runs", base=tmp_path)
+        return expand(load(path), "here", tmp_path / "runs", base=tmp_path, image=image)
 
     return make
 

@@ -1,0 +1,76 @@
+"""What a job starts: the run's command with its places filled in, what it finds set, and its container around it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness.cluster import Cluster
+from harness.container import import_path, launch, needed_mounts
+from harness.identity import ROOT
+from harness.processes import MARK
+from harness.run_folder import RunFolder
+
+INSIDE = ROOT / "harness" / "inside.py"
+
+
+def command_line(
+    folder: RunFolder, run: dict[str, Any], attempt: Path, scratch: str, cluster: Cluster
+) -> list[str]:
+    """What is started on this node: run.json's command, from inside its image where it has one."""
+    if not run.get("image"):
+        return own_command(folder, run, attempt, sys.executable)
+    container = cluster.container
+    own = own_command(folder, run, attempt, container.python)
+    variables = {**cluster.environment, **own_variables(folder, run, scratch)}
+    # Of a home that is mounted all the same no packages, and caches where they may be written.
+    variables |= {"PYTHONNOUSERSITE": "1", "HOME": scratch}
+    return launch(
+        container,
+        [container.python, "-P", str(INSIDE), str(folder.path), attempt.name, *own],
+        mounts=needed_mounts(folder, run, scratch),
+        workdir=str(attempt),
+        variables=variables,
+        cpus=run["resources"]["cpus_per_node"],
+    )
+
+
+def own_command(folder: RunFolder, run: dict[str, Any], attempt: Path, python: str) -> list[str]:
+    """run.json's command with this attempt's places filled in."""
+    places = {
+        "python": python,
+        "run": str(folder.path),
+        "scale": str(folder.path.parent),
+        "attempt": str(int(attempt.name)),
+    }
+    return [part.format_map(places) for part in run["command"]]
+
+
+def code_path(folder: RunFolder, run: dict[str, Any]) -> Path:
+    """The snapshot that the run imports from; run.json has it relative, so that ``runs/`` can be moved."""
+    return (folder.path / run["code_path"]).resolve()
+
+
+def own_variables(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[str, str]:
+    """What a run's processes find set: the snapshot first on the import path, the run's mark, its places."""
+    code = code_path(folder, run)
+    modules = import_path(run) if run.get("image") else run.get("import_path", [])
+    return {
+        MARK: run["identity"],
+        "PYTHONPATH": os.pathsep.join([str(code), str(code / "molt_core" / "_site"), *modules]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "TMPDIR": scratch,
+        "MOLT_CODE": str(code),
+        "MOLT_STACKS": str(folder.attempts[-1] / "stacks"),
+    }
+
+
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """The job's own environment with ``variables`` over it, and its import path after theirs."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    path = [variables["PYTHONPATH"], *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Without PYTHONSAFEPATH: a user's program may start scripts that import what lies beside them.
+    return {**own, **variables, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,0 +1,121 @@
+"""Runs in containers, for real: the launch line of each runtime, through stand-ins that make the container with bubblewrap."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cluster import Container
+from harness.container import known_image
+from harness.run_folder import RunFolder, read_json
+from harness.slurm import job_ids
+from slurm.local import cluster
+from tests.slurm.conftest import LOCAL, run, send, settled, wait_until
+from tests.slurm.test_survive import STEPS, ends, steps_of
+
+LOOK = """
+def writable(place):
+    try:
+        open(place, "a").close()
+    except OSError:
+        return False
+    return True
+(run / "seen.json").write_text(json.dumps({
+    "secret": os.path.exists(SECRET),
+    "data": open(DATA).read(),
+    "data_writable": writable(DATA),
+    "home": os.environ["HOME"],
+    "scratch_writable": writable(os.environ["TMPDIR"] + "/x"),
+    "workdir": os.getcwd(),
+    "mark": os.environ["MOLT_RUN"],
+    "greeting": os.environ["GREETING"],
+}))
+"""
+"""What a run sees of the machine, from inside."""
+
+
+@pytest.fixture
+def boxed(light, tmp_path):
+    """boxed(runtime, train=...) -> (Expansion, profile): the light experiment in an image of this machine's own folders."""
+
+    def make(runtime: str, train: str, **options):
+        shims = tmp_path / "shims"
+        shims.mkdir()
+        for name in ("apptainer", "srun"):
+            made_of = f"{sys.executable} {Path(__file__).parent}/runtimes.py {cluster.BIN} {name}"
+            (shims / name).write_text(f'#!/bin/sh\nexec {made_of} "$@"\n')
+            (shims / name).chmod(0o755)
+        inside = [Path("/usr"), Path("/etc"), Path(sys.base_prefix), Path(sys.prefix).resolve()]
+        (tmp_path / "image").write_text("\n".join(map(str, dict.fromkeys(inside))))
+        (tmp_path / "data").write_text("rows")
+        (tmp_path / "secret").write_text("of the host")
+        scripts = [f"{tmp_path / kind}.py:{tmp_path / kind}.py:ro" for kind in KINDS]
+        box = Container(
+            runtime=runtime,
+            image=str(tmp_path / "image"),
+            mounts=(f"{tmp_path}/data:/data:ro", *scripts),
+            python=str(Path(sys.prefix).resolve() / "bin" / "python"),
+        )
+        own = {"container": box, "environment": {"GREETING": "two words"}}
+        first = (f'export PATH={shims}:"$PATH"',)
+        profile = LOCAL.model_copy(update={**own, "setup": first})
+        image = known_image(box, tmp_path / "runs")
+        train = train.replace("SECRET", repr(str(tmp_path / "secret"))).replace("DATA", '"/data"')
+        return light(train=train, seeds="[0]", image=image, **options), profile
+
+    return make
+
+
+KINDS = ("warmup", "conformance", "train")
+
+
+def at_work(expansion, profile) -> RunFolder:
+    name = next(r.name for r in expansion.replicates if r.system == "ours")
+    send(expansion, profile, only=name)
+    folder = RunFolder(expansion.folder / name)
+    wait_until(lambda: (folder.heartbeat or {}).get("step"), 60)
+    return folder
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_run_in_a_container_sees_what_is_mounted_and_saves_when_slurm_says_so(
+    boxed, tmp_path, runtime
+):
+    expansion, profile = boxed(runtime, LOOK + STEPS.replace("PACE", "0.7"))
+    folder = at_work(expansion, profile)
+    run("scancel", "--batch", "--signal=USR2", job_ids(expansion.folder)[folder.name])
+    assert settled(expansion)[folder.name] == "DONE"
+    assert [end["state"] for end in ends(folder)] == ["TIMEOUT", "DONE"]
+    assert steps_of(folder) == [1, 2, 3, 4, 5]  # it was told inside, saved, and went on
+    seen = json.loads((folder.path / "seen.json").read_text())
+    assert not seen["secret"] and seen["data"] == "rows" and not seen["data_writable"]
+    assert seen["scratch_writable"] and seen["home"] != str(Path.home())
+    assert seen["workdir"] == str(folder.attempts[-1])
+    assert (seen["mark"], seen["greeting"]) == (folder.run["identity"], "two words")
+    start = read_json(folder.attempts[-1] / "start.json")
+    sha256 = hashlib.sha256((tmp_path / "image").read_bytes()).hexdigest()
+    assert start["fingerprints"]["image"] == folder.run["image"]["sha256"] == sha256
+    assert "torch" in start["packages"] and folder.run["fingerprints"] == start["fingerprints"]
+
+
+def test_a_hang_in_a_step_of_slurms_writes_its_stacks_and_leaves_no_process(boxed):
+    """The step's processes are slurmstepd's and no descendants of the job."""
+    body = """
+def deadlock():
+    import threading
+    lock = threading.Lock()
+    lock.acquire(); lock.acquire()
+(run / "pid").write_text(str(os.getpid()))
+record(1, wall_s=0.1); beat("training", 1)
+deadlock()
+"""
+    expansion, profile = boxed("pyxis", body, resources=", hang_after_s: 5")
+    folder = at_work(expansion, profile)
+    assert settled(expansion)[folder.name] == "HANG"
+    stacks = [file.read_text() for file in (folder.attempts[0] / "stacks").glob("*.txt")]
+    assert any("in deadlock" in text for text in stacks), stacks
+    assert not run("sh", "-c", f"ps -eo args | grep '[p]ython {expansion.base}/train.py' || true")
