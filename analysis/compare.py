@@ -27,6 +27,7 @@ from rich.text import Text
 from statsmodels.stats.multitest import multipletests
 
 from analysis import calibration, wording
+from analysis.endpoint import Endpoint
 from analysis.inference import (
     Comparison,
     NoInference,
@@ -34,7 +35,6 @@ from analysis.inference import (
     refused_comparison,
     stand_in_sample,
 )
-from analysis.plan import Endpoint
 from analysis.sample_size import tost_power
 from analysis.verdict import decide
 

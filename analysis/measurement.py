@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from analysis.checks import Check, Pair
+from analysis.endpoint import Endpoint
 from analysis.inference import Comparison, NoInference, compare_samples
 from analysis.lost import WorstCase, worst_case
 from analysis.pairing import pair_up
-from analysis.plan import Endpoint
 from analysis.sensitivity import check_endpoint
 from analysis.summaries import SummaryError, crossing, summarise
 from analysis.thresholds import Race, race

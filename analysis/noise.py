@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from analysis.endpoint import Endpoint
 from analysis.load import FINISHED, Experiment, RunRecord
-from analysis.plan import Endpoint
 from analysis.summaries import SummaryError, crossing, summarise
 
 SHARED = ("tokens_generated", "reward_mean", "trained_fingerprint")

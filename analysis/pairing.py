@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from analysis.checks import Pair
-from analysis.plan import Endpoint
+from analysis.endpoint import Endpoint
 
 Seeds = tuple[tuple[int, ...], tuple[int, ...]]
 

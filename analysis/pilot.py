@@ -14,8 +14,9 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from analysis.endpoint import Endpoint
 from analysis.load import Experiment, load_experiment
-from analysis.plan import Endpoint, Plan
+from analysis.plan import Plan
 from analysis.power import PilotSpread
 from analysis.summaries import SummaryError, summarise
 

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from analysis.plan import Endpoint
+from analysis.endpoint import Endpoint
 from analysis.sample_size import (
     RUNS,
     TARGET_POWER,

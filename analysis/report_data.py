@@ -13,12 +13,12 @@ from typing import Any
 
 from analysis import wording
 from analysis.checks import Check
+from analysis.endpoint import Endpoint
 from analysis.inference import Verdict
 from analysis.load import FINISHED, NOT_STARTED, Experiment, RunRecord
 from analysis.lost import SuccessRate, fisher_p
 from analysis.matching import leaves, protocol
 from analysis.noise import noise_floor, partings
-from analysis.plan import Endpoint
 from analysis.robustness import Omission
 from analysis.verdict import EndpointResult
 

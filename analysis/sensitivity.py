@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from analysis.checks import Check, Effect, Pair
+from analysis.endpoint import Endpoint
 from analysis.load import FINISHED, steady
-from analysis.plan import Endpoint
 from analysis.summaries import SummaryError, crossing, initial_value, summarise
 
 JUDGING = ("alpha", "exclusion", "validity", "lost_run_rule", "pairing_unit")

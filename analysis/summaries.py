@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.endpoint import STEPS, Endpoint, Rate
 from analysis.load import RunRecord, steady
-from analysis.plan import STEPS, Endpoint, ExclusionRules, Rate
+from analysis.plan import ExclusionRules
 from analysis.thresholds import Crossing
 
 

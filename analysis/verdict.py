@@ -16,10 +16,10 @@ from statsmodels.stats.multitest import multipletests
 
 from analysis import wording
 from analysis.checks import Pair
+from analysis.endpoint import Endpoint
 from analysis.inference import LEAST_RUNS, Comparison, Verdict
 from analysis.load import Experiment
 from analysis.measurement import Measurement, measure
-from analysis.plan import Endpoint
 from analysis.robustness import Omission, cautions, leave_one_out
 from analysis.sample_size import NeededRuns, needed_runs
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 
+from analysis.endpoint import Endpoint
 from analysis.inference import Comparison
-from analysis.plan import Endpoint
 from analysis.thresholds import Race
 
 MINUS = "\u2212"

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from analysis.plan import Arm, Endpoint, ExclusionRules, LostRunRule, ValidityBounds
+from analysis.endpoint import Endpoint
+from analysis.plan import Arm, ExclusionRules, LostRunRule, ValidityBounds
 from harness import source
 from harness.contradictions import contradictions, unfit, unrecorded
 from harness.problems import Finding, Problem, SpecError, section, translate

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.plan import Arm, Endpoint, Plan, PlannedRun, Rate, freeze
+from analysis.endpoint import Endpoint, Rate
+from analysis.plan import Arm, Plan, PlannedRun, freeze
 
 ACCURACY = Endpoint(
     name="held-out accuracy",

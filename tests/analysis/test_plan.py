@@ -7,7 +7,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from analysis.plan import Arm, Endpoint, Plan, PlanError, PlannedRun, Rate, freeze
+from analysis.endpoint import Endpoint, Rate
+from analysis.plan import Arm, Plan, PlanError, PlannedRun, freeze
 
 ACCURACY = Endpoint(
     name="accuracy",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from analysis.endpoint import Endpoint, Rate
 from analysis.load import FINISHED, RunRecord
-from analysis.plan import Endpoint, ExclusionRules, Rate
+from analysis.plan import ExclusionRules
 from analysis.summaries import SummaryError, initial_value, mean_over_steps, summarise
 
 NO_RULES = ExclusionRules(warmup_steps=0, after_resume_steps=0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from analysis.endpoint import Endpoint
 from analysis.load import FINISHED, RunRecord, load_experiment
-from analysis.plan import Endpoint, ExclusionRules
+from analysis.plan import ExclusionRules
 from analysis.summaries import SummaryError, crossing, summarise
 from analysis.thresholds import Crossing, race
 from analysis.verdict import Verdict, judge

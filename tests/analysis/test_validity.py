@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from analysis.checks import Pair
+from analysis.endpoint import Rate
 from analysis.load import load_experiment
-from analysis.plan import Rate
 from analysis.sensitivity import check_endpoint
 from analysis.validity import check_runs
 from analysis.verdict import Verdict, judge
