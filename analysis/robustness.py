@@ -74,9 +74,7 @@ def cautions(
     """In the order of what could overturn the verdict. ``verdict``: the one without Holm's correction."""
     comparison = measured.comparison
     have = min(comparison.n, comparison.n_baseline)
-    found = [
-        f"{c.name}: {c.found}" for c in measured.checks if c.passed is False and c.effect == "flag"
-    ]
+    found = _flags(measured)
     found += [measured.pairing_note] if measured.pairing_note else []
     if comparison.paired and comparison.correlation < 0:
         found.append(
@@ -112,3 +110,14 @@ def cautions(
         if o.verdict is not None and o.verdict != verdict
     ]
     return tuple(found)
+
+
+def race_cautions(measured: Measurement) -> tuple[str, ...]:
+    """The same for a time to a threshold that some runs never reached."""
+    return (*_flags(measured), *measured.race.cautions)
+
+
+def _flags(measured: Measurement) -> list[str]:
+    """The checks that were failed and only shown."""
+    failed = [c for c in measured.checks if c.passed is False and c.effect == "flag"]
+    return [f"{check.name}: {check.found}" for check in failed]

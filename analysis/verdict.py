@@ -20,7 +20,7 @@ from analysis.endpoint import Endpoint
 from analysis.inference import LEAST_RUNS, Comparison, Verdict
 from analysis.load import Experiment
 from analysis.measurement import Measurement, measure
-from analysis.robustness import Omission, cautions, leave_one_out
+from analysis.robustness import Omission, cautions, leave_one_out, race_cautions
 from analysis.sample_size import NeededRuns, needed_runs
 
 
@@ -137,6 +137,7 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
         )
     elif measured.race is not None:
         decision = _decide_race(measured, p_holm)
+        said = race_cautions(measured)
     elif comparison is not None:
         decision = decide(endpoint, comparison, p_adjusted=p_holm, caps=caps)
         whole = decide(endpoint, comparison, caps=caps).verdict
@@ -167,17 +168,23 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
 
 
 def _decide_race(measured: Measurement, p_holm: float | None) -> Decision:
-    """Where runs ended before the threshold: the log-rank test sees a difference, nothing sees equivalence."""
+    """Where runs ended before the threshold: the log-rank test sees a difference, nothing sees equivalence.
+
+    No needed n: it would rest on a difference that nobody knows.
+    """
     race = measured.race
     p_value = race.p_logrank if p_holm is None else p_holm
     censored = f"{race.text}; a run that did not reach the threshold has no value to average"
     if p_value < race.alpha:
         side = "better" if race.candidate_first else "worse"
         return Decision(Verdict.DIFFERENT, f"{side}, {race.text}", (censored,))
+    least = (
+        f"; no difference can be seen below n = {race.least_runs} a side" if race.least_runs else ""
+    )
     return Decision(
         Verdict.INCONCLUSIVE,
         "runs did not reach the threshold",
-        (censored, f"log-rank {wording.probability(race.p_logrank)}"),
+        (censored, f"log-rank {wording.probability(race.p_logrank)}{least}"),
     )
 
 
