@@ -23,6 +23,8 @@ from pydantic import Field, model_validator
 from analysis.endpoint import Endpoint, Strict
 
 SCHEMA_VERSION = 1
+LATE_SHARE = 0.2
+"""Of alpha, for all looks after the first together."""
 
 
 class PlanError(ValueError):
@@ -176,8 +178,14 @@ class Plan(Strict):
 
     @property
     def alpha_per_look(self) -> float:
-        """alpha split over the looks (Bonferroni): seeds added after seeing results do not buy a verdict."""
-        return self.alpha / self.looks
+        """The level of the latest look: seeds added after seeing results do not buy a verdict.
+
+        The first look has spent alpha before anybody knew of a second, so all later ones share LATE_SHARE of it: half of
+        that for the second, a quarter for the third. However many follow, some look is false in at most 1.2 alpha.
+        """
+        if self.looks == 1:
+            return self.alpha
+        return self.alpha * LATE_SHARE * 2.0 ** (1 - self.looks)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

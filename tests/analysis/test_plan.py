@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 from pydantic import ValidationError
 
 from analysis.endpoint import Endpoint, Rate
-from analysis.plan import Arm, Plan, PlanError, PlannedRun, freeze
+from analysis.plan import Amendment, Arm, Plan, PlanError, PlannedRun, freeze
 
 ACCURACY = Endpoint(
     name="accuracy",
@@ -95,10 +96,18 @@ def test_replacing_runs_that_had_records_is_another_look(tmp_path):
     (tmp_path / "molt-s0-aaaaaaaa" / "metrics.jsonl").write_text('{"step": 1}')
     again = {"molt-s0-cccccccc": PlannedRun(system="molt", seed=0, identity="c" * 64)}
     replaced = freeze(make_plan(identities=again), path)
-    assert replaced.looks == 2 and replaced.alpha_per_look == 0.025
+    assert replaced.looks == 2 and replaced.alpha_per_look == pytest.approx(0.005)
     wider = ACCURACY.model_copy(update={"margin": 0.2})
     later = freeze(make_plan(identities=again, endpoints=(wider, TIME)), path)
     assert later.amendments[1].runs_done == ("molt-s0-aaaaaaaa",) and later.looks == 2
+
+
+def test_however_many_looks_some_look_is_false_in_at_most_six_percent():
+    """The union bound: the levels of 50 looks sum to at most 0.06."""
+    change = Amendment(time=datetime.now(UTC), diff={"seeds": ([0], [0, 1])}, runs_done=("r",))
+    levels = [make_plan(amendments=(change,) * late).alpha_per_look for late in range(50)]
+    assert levels[0] == 0.05 and levels[1:] == sorted(levels[1:], reverse=True)
+    assert 0.0599 < sum(levels) <= 0.06
 
 
 def test_freezing_leaves_no_temporary_file(tmp_path):
