@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -21,20 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 from rich.console import Console
 from rich.text import Text
 from statsmodels.stats.multitest import multipletests
 
 from analysis import calibration, wording
 from analysis.endpoint import Endpoint
-from analysis.inference import (
-    Comparison,
-    NoInference,
-    compare_samples,
-    refused_comparison,
-    stand_in_sample,
-)
+from analysis.given import Given, InputError, from_summaries, from_table, parse_margin
+from analysis.inference import Comparison, NoInference, compare_samples, refused_comparison
+from analysis.plan import MOST_ALPHA
 from analysis.sample_size import tost_power
 from analysis.verdict import decide
 
@@ -46,10 +40,6 @@ NUMBERS = (
 )  # fmt: skip
 """Keys that are null where no inference is made."""
 FROM_DATA = "the margin was estimated from data: a share of the observed baseline mean"
-
-
-class InputError(ValueError):
-    """Numbers or options that cannot be compared; the message says what to change."""
 
 
 def compare(
@@ -69,8 +59,10 @@ def compare(
     Numbers that allow no inference (fewer than 3, not finite, all equal) give a Comparison whose ``refused`` says why and
     whose verdict is INCONCLUSIVE or INVALID. Raises ValueError for a margin or level that is none, or unequal pairs.
     """
-    if not 0.5 < level < 1:
-        raise ValueError(f"level is {level}; a confidence level lies between 0.5 and 1, 0.95 say")
+    if not 1 - MOST_ALPHA <= level < 1:
+        raise ValueError(
+            f"level is {level}; a verdict asks for {1 - MOST_ALPHA:g} or more, and less than 1"
+        )
     if scale not in ("absolute", "ratio"):
         raise ValueError(f"scale is {scale!r}; write absolute or ratio")
     if direction not in (None, "higher", "lower"):
@@ -85,84 +77,10 @@ def compare(
         return refused_comparison(a, b, margin=margin, scale=scale, alpha=alpha, why=str(error))
 
 
-def from_summaries(text: Sequence[str]) -> dict[str, list[float]]:
-    """``name:mean,sd,n`` -> name -> a sample with exactly these. Raises InputError."""
-    samples = {}
-    for item in text:
-        name, _, numbers = item.partition(":")
-        if name in samples:
-            raise InputError(
-                f"--summary {item}: {name} is given twice; each arm needs its own name"
-            )
-        try:
-            mean, sd, n = numbers.split(",")
-            samples[name] = list(stand_in_sample(float(mean), float(sd), int(n)))
-        except (ValueError, NoInference) as error:
-            raise InputError(f"--summary {item}: write NAME:MEAN,SD,N ({error})") from error
-    return samples
-
-
-def from_table(
-    path: Path, by: str, value: str | None, pair_by: str | None = None
-) -> tuple[str, dict[str, list[float]]]:
-    """(value column, arm -> values); with ``pair_by`` each arm's values in the order of that column. Raises InputError."""
-    table = _read(path, by)
-    numeric = [
-        c for c in table.select_dtypes("number").columns if c not in (by, "seed", "run", "step")
-    ]
-    if by not in table:
-        raise InputError(f"{path}: no column {by}; --by takes one of {', '.join(table.columns)}")
-    if value is None and len(numeric) != 1:
-        raise InputError(f"{path}: say which number to compare: --value {' or '.join(numeric)}")
-    column = value or numeric[0]
-    if column not in table:
-        raise InputError(f"{path}: no column {column}; --value takes one of {', '.join(numeric)}")
-    if pair_by is None:
-        return column, {str(arm): list(rows[column]) for arm, rows in table.groupby(by, sort=False)}
-    if pair_by not in table:
-        raise InputError(f"{path}: no column {pair_by} to pair by")
-    wide = table.pivot_table(index=pair_by, columns=by, values=column, aggfunc=list, sort=False)
-    counts = table.groupby([pair_by, by]).size()
-    if (counts > 1).any():
-        unit, arm = counts[counts > 1].index[0]
-        raise InputError(f"{path}: {arm} has several rows with {pair_by} {unit}; a pair needs one")
-    whole = wide.dropna()
-    if len(whole) < len(wide):
-        alone = ", ".join(map(str, wide.index.difference(whole.index)))
-        raise InputError(f"{path}: {pair_by} {alone} is not in every arm; pairs need both")
-    return column, {str(arm): [cell[0] for cell in whole[arm]] for arm in whole.columns}
-
-
-def _read(path: Path, by: str) -> pd.DataFrame:
-    """The table, one row a run. Raises InputError."""
-    try:
-        if path.suffix != ".json":
-            return pd.read_csv(path)
-        data = json.loads(path.read_text())
-        if isinstance(data, dict) and all(isinstance(v, list) for v in data.values()):
-            data = [{by: arm, "value": value} for arm, values in data.items() for value in values]
-        return pd.DataFrame(data)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as a table: {error}") from error
-
-
-def parse_margin(text: str) -> tuple[float, bool]:
-    """ "10%" -> (0.1, relative); "0.03" -> (0.03, absolute). Raises InputError."""
-    relative = text.endswith("%")
-    try:
-        margin = float(text.removesuffix("%")) / (100 if relative else 1)
-    except ValueError as error:
-        raise InputError(f"--margin {text}: write 10% or a number in the unit") from error
-    if not (margin > 0 and math.isfinite(margin)):
-        raise InputError(f"--margin {text}: a margin is positive")
-    return margin, relative
-
-
 def judge_samples(
-    samples: Mapping[str, Sequence[float]],
+    given: Given,
     baseline: str,
     *,
-    name: str,
     margin: float,
     relative: bool,
     summarised: bool,
@@ -170,6 +88,7 @@ def judge_samples(
     paired: bool = False,
 ) -> list[dict[str, Any]]:
     """One record a candidate, with the keys of report.json; Holm over the candidates. Raises InputError."""
+    samples = given.samples
     if baseline not in samples or len(samples) < 2:
         raise InputError(
             f"--baseline {baseline}: the arms are {', '.join(samples) or 'none'}; two are needed"
@@ -200,7 +119,7 @@ def judge_samples(
     family = [1.0 if c.refused else c.p_difference for c in found.values()]
     adjusted = multipletests(family, method="holm")[1]
     return [
-        _record(arm, baseline, name, comparison, float(p), samples, summarised)
+        _record(arm, baseline, given, comparison, float(p), summarised)
         for (arm, comparison), p in zip(found.items(), adjusted)
     ]
 
@@ -208,15 +127,14 @@ def judge_samples(
 def _record(
     arm: str,
     baseline: str,
-    name: str,
+    given: Given,
     comparison: Comparison,
     p_adjusted: float,
-    samples: Mapping[str, Sequence[float]],
     summarised: bool,
 ) -> dict[str, Any]:
     needed = comparison.needed
     common = {
-        "name": name,
+        "name": given.name,
         "unit": "",
         "direction": comparison.direction,
         "candidate": arm,
@@ -234,18 +152,18 @@ def _record(
             "verdict": comparison.verdict.value,
             "detail": "needs n = 3 or more a side" if needed else "no usable number",
             "reasons": [comparison.refused],
-            "cautions": [UNCHECKED],
+            "cautions": [UNCHECKED, *given.notes],
             "needed_n": needed and [needed.low, needed.high],
             "needed_n_estimate": None,
         }
     endpoint = Endpoint(
-        name=name, field=name, summary="at_last_step", unit="", direction=comparison.direction or "higher",
+        name=given.name, field=given.name, summary="at_last_step", unit="", direction=comparison.direction or "higher",
         scale=comparison.scale, margin=comparison.margin, margin_reason="given on the command line",
     )  # fmt: skip
     decision = decide(endpoint, comparison, p_adjusted=p_adjusted)
-    cautions = [UNCHECKED] + ([FROM_DATA] if comparison.margin_from_data else [])
+    cautions = [UNCHECKED, *given.notes, *([FROM_DATA] if comparison.margin_from_data else [])]
     if not summarised:
-        both = (samples[arm], samples[baseline])
+        both = (given.samples[arm], given.samples[baseline])
         cautions += calibration.warnings(comparison, both, decision.verdict)
     power = tost_power(
         min(comparison.n, comparison.n_baseline),
@@ -321,11 +239,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise InputError("give either a table or --summary NAME:MEAN,SD,N for each arm")
         margin, relative = parse_margin(options.margin)
         if options.summary:
-            name, samples = "value", from_summaries(options.summary)
+            given = from_summaries(options.summary)
         else:
-            name, samples = from_table(options.table, options.by, options.value, options.pair_by)
+            given = from_table(options.table, options.by, options.value, options.pair_by)
         records = judge_samples(
-            samples, options.baseline, name=name, margin=margin, relative=relative,
+            given, options.baseline, margin=margin, relative=relative,
             summarised=bool(options.summary), direction=options.direction,
             paired=options.pair_by is not None and not options.summary,
         )  # fmt: skip

@@ -83,6 +83,11 @@ class Endpoint(Strict):
                 f"endpoint {self.name}: summary total_rate needs field: {{numerator: [...], denominator: [...]}}, "
                 f"and the other summaries need one field name; got {self.summary} of {self.field}"
             )
+        if self.scale == "ratio" and self.margin >= 1:
+            raise ValueError(
+                f"endpoint {self.name}: margin {self.margin:g} of scale ratio is {self.margin:.0%}, a factor of "
+                f"{1 + self.margin:g}; write 0.1 for 10 %"
+            )
         if (self.summary == "final_window_mean") != (self.window is not None):
             raise ValueError(
                 f"endpoint {self.name}: window belongs to final_window_mean and is required there"

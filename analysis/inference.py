@@ -24,6 +24,8 @@ from analysis.permutation import exact_p
 from analysis.sample_size import NeededRuns, needed_runs
 
 LEAST_RUNS = 3
+ROUNDING = 1e-12
+"""A spread below this share of the values is rounding and no spread."""
 
 
 class NoInference(ValueError):
@@ -172,6 +174,9 @@ class Comparison:
         return f" ({'better' if up == (self.direction == 'higher') else 'worse'})"
 
 
+@np.errstate(
+    over="ignore", divide="ignore", invalid="ignore"
+)  # what is not finite is refused below
 def compare_samples(
     values: Sequence[float],
     baseline: Sequence[float],
@@ -188,11 +193,18 @@ def compare_samples(
     paired: values[i] and baseline[i] share a declared unit; the test is on their differences (statistics: paired t).
     permutation: also the exact permutation p where n allows one.
     Raises NoInference for fewer than 3 runs an arm, values that are not finite, an arm without spread, or a ratio of
-    values that are not positive; ValueError for a margin that is not positive, or pairs of unequal number.
+    values that are not positive; ValueError for a margin that is not positive and finite, a ratio's of 1 or more, or pairs
+    of unequal number.
     """
-    if not margin > 0:
+    if not (math.isfinite(margin) and margin > 0):
         raise ValueError(f"margin is {margin}; declare the largest difference that does not matter")
+    if scale == "ratio" and margin >= 1:
+        raise ValueError(
+            f"margin is {margin:g}, as a ratio a factor of {1 + margin:g}; write 0.1 for 10 %"
+        )
     ours, theirs = np.asarray(values, dtype=float), np.asarray(baseline, dtype=float)
+    if ours.ndim != 1 or theirs.ndim != 1:
+        raise ValueError("give one number a run: a flat list for each arm")
     if paired and len(ours) != len(theirs):
         raise ValueError(f"paired: {len(ours)} and {len(theirs)} values are no pairs")
     for name, sample in (("arm", ours), ("baseline", theirs)):
@@ -201,7 +213,7 @@ def compare_samples(
     bound = math.log1p(margin) if scale == "ratio" else margin
     if paired:
         differences = tested[0] - tested[1]
-        if np.ptp(differences) <= 1e-12 * np.abs(differences).max():
+        if np.ptp(differences) <= ROUNDING * np.abs(differences).max():
             raise NoInference("all paired differences are equal: they give no spread to judge by")
         result = stats.ttest_rel(*tested)
         p_equivalence = ttost_paired(*tested, -bound, bound)[0]
@@ -210,8 +222,8 @@ def compare_samples(
         p_equivalence = ttost_ind(*tested, -bound, bound, usevar="unequal")[0]
     interval = result.confidence_interval(1 - alpha)
     tost = result.confidence_interval(1 - 2 * alpha)
-    back = math.exp if scale == "ratio" else float
-    return Comparison(
+    back = _exp if scale == "ratio" else float
+    found = Comparison(
         n=len(ours),
         n_baseline=len(theirs),
         mean=float(ours.mean()),
@@ -240,6 +252,12 @@ def compare_samples(
         p_permutation=exact_p(*tested, paired=paired) if permutation else None,
         direction=direction,
     )
+    numbers = [value for value in vars(found).values() if isinstance(value, float)]
+    if not all(map(math.isfinite, numbers)):
+        raise NoInference(
+            "the numbers are too large, or too far apart, for an interval between them"
+        )
+    return found
 
 
 def refused_comparison(
@@ -284,6 +302,14 @@ def stand_in_sample(mean: float, sd: float, n: int) -> np.ndarray:
     return mean + sd * shape / shape.std(ddof=1)
 
 
+def _exp(value: float) -> float:
+    """The exponential, infinite where it is larger than a float can be."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
 def _require_usable(name: str, sample: np.ndarray, scale: str) -> None:
     if not np.isfinite(sample).all():
         raise NoInference(f"{name}: a value is not finite")
@@ -291,7 +317,7 @@ def _require_usable(name: str, sample: np.ndarray, scale: str) -> None:
         raise NoInference(
             f"{name}: n = {len(sample)}; no inference is made from fewer than {LEAST_RUNS} runs an arm"
         )
-    if np.ptp(sample) == 0:
+    if np.ptp(sample) <= ROUNDING * np.abs(sample).max():
         raise NoInference(
             f"{name}: all {len(sample)} values are {sample[0]:g}: the metric does not resolve the spread between runs"
         )

@@ -13,6 +13,7 @@ import yaml
 
 from analysis import wording
 from analysis.compare import judge_samples
+from analysis.given import Given
 from analysis.inference import Verdict, stand_in_sample
 from analysis.load import Experiment, RunRecord, load_experiment, steady
 from analysis.verdict import EndpointResult, judge
@@ -166,7 +167,7 @@ def _published_verdict(published: Mapping[str, Any]) -> str:
         for row in published["rows"]
     }
     (record,) = judge_samples(
-        samples, published["baseline"], name="step time", margin=0.1, relative=True, summarised=True,
+        Given("step time", samples), published["baseline"], margin=0.1, relative=True, summarised=True,
         direction="lower",
     )  # fmt: skip
     low, high = record["needed_n"] or (None, None)

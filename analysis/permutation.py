@@ -16,9 +16,14 @@ LEAST_P = 0.05
 """Where even the most extreme arrangement cannot reach it (3 against 3: p = 0.1) there is nothing to learn."""
 
 
+def arrangements(n: int, n_baseline: int, *, paired: bool) -> int:
+    """In how many ways the runs can lie over the arms, or the signs over the pairs."""
+    return 2**n if paired else math.comb(n + n_baseline, n)
+
+
 def smallest_p(n: int, n_baseline: int, *, paired: bool) -> float:
     """The p of the most extreme arrangement, two-sided."""
-    return 2 / (2**n if paired else math.comb(n + n_baseline, n))
+    return 2 / arrangements(n, n_baseline, paired=paired)
 
 
 def exact_p(ours: np.ndarray, baseline: np.ndarray, *, paired: bool) -> float | None:
@@ -27,8 +32,8 @@ def exact_p(ours: np.ndarray, baseline: np.ndarray, *, paired: bool) -> float | 
     The statistic is studentised (Welch's t, or the paired one), which keeps the level for unequal spreads as n grows
     (Janssen 1997); with equal spreads the test is exact.
     """
-    least = smallest_p(len(ours), len(baseline), paired=paired)
-    if least > LEAST_P or 2 / least > MOST_PERMUTATIONS:
+    many = arrangements(len(ours), len(baseline), paired=paired)
+    if 2 / many > LEAST_P or many > MOST_PERMUTATIONS:
         return None
     result = stats.permutation_test(
         (ours, baseline),

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from analysis.endpoint import Endpoint
 from analysis.load import Experiment, load_experiment
-from analysis.plan import Plan
+from analysis.plan import MOST_ALPHA, Plan
 from analysis.power import PilotSpread
 from analysis.summaries import SummaryError, summarise
 
@@ -48,14 +48,16 @@ def declared(experiment: Path | None, scale: str | None, pilot: Path | None) -> 
     if scale is not None and scale not in scales:
         raise ValueError(f"--scale {scale}: {experiment} has {', '.join(scales)}")
     patch = scales.get(scale) or {}
-    rules = {**data.get("rules", {}), **patch.get("rules", {})}
+    alpha = {**data.get("rules", {}), **patch.get("rules", {})}.get("alpha", MOST_ALPHA)
+    if not (isinstance(alpha, float) and 0 < alpha <= MOST_ALPHA):
+        raise ValueError(
+            f"{experiment}: rules.alpha is {alpha!r}; write a number up to {MOST_ALPHA:g}"
+        )
     try:
         endpoints = TypeAdapter(tuple[Endpoint, ...]).validate_python(data["endpoints"])
     except ValidationError as error:
         raise ValueError(f"{experiment}: endpoints: {error}") from error
-    return Declared(
-        endpoints, tuple(patch.get("seeds") or data["seeds"]), float(rules.get("alpha", 0.05))
-    )
+    return Declared(endpoints, tuple(patch.get("seeds") or data["seeds"]), alpha)
 
 
 def spreads(endpoints: Sequence[Endpoint], pilot: Path) -> dict[str, list[PilotSpread]]:

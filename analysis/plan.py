@@ -23,6 +23,8 @@ from pydantic import Field, model_validator
 from analysis.endpoint import Endpoint, Strict
 
 SCHEMA_VERSION = 1
+MOST_ALPHA = 0.05
+"""A plan may ask for more certainty, never for less."""
 LATE_SHARE = 0.2
 """Of alpha, for all looks after the first together."""
 
@@ -107,7 +109,7 @@ class Plan(Strict):
     exclusion: ExclusionRules = ExclusionRules()
     lost_run_rule: LostRunRule = LostRunRule()
     validity: ValidityBounds = ValidityBounds()
-    alpha: float = Field(0.05, gt=0, lt=0.5)
+    alpha: float = Field(MOST_ALPHA, gt=0, le=MOST_ALPHA)
     pairing_unit: Literal["seed"] | None = Field(
         None,
         description="seed: learning endpoints pair by seed, times by the seed's block in time; "

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from analysis.endpoint import Endpoint
-from analysis.plan import Arm, ExclusionRules, LostRunRule, ValidityBounds
+from analysis.plan import MOST_ALPHA, Arm, ExclusionRules, LostRunRule, ValidityBounds
 from harness import source
 from harness.contradictions import contradictions, unfit, unrecorded
 from harness.problems import Finding, Problem, SpecError, section, translate
@@ -70,7 +70,7 @@ class Resources(Strict):
 class Rules(Strict):
     """How the analysis will judge, fixed before the first run; the defaults are the plan's own."""
 
-    alpha: float = Field(0.05, gt=0, lt=0.5)
+    alpha: float = Field(MOST_ALPHA, gt=0, le=MOST_ALPHA)
     exclusion: ExclusionRules = ExclusionRules()
     lost_run_rule: LostRunRule = LostRunRule()
     validity: ValidityBounds = ValidityBounds()

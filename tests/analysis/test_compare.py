@@ -120,6 +120,21 @@ def test_numbers_that_allow_no_interval(tmp_path, capsys, rows, verdict, reason)
             "the mean of b is 0",
         ),
         (["nothing.csv", "--baseline", "b", "--margin", "1"], "cannot be read"),
+        ([*PUBLISHED, "--margin", "1000%"], "below 100%"),
+        ([*PUBLISHED, "--margin", "inf"], "positive and finite"),
+        (
+            [
+                "--summary",
+                "a:1,1,9999999999",
+                "--summary",
+                "b:1,1,3",
+                "--baseline",
+                "b",
+                "--margin",
+                "1",
+            ],
+            "n counts runs",
+        ),
     ],
 )
 def test_input_that_cannot_be_compared_is_one_clear_line(capsys, arguments, message):
@@ -138,10 +153,10 @@ def test_a_baseline_of_mean_zero_has_no_relative_difference(capsys):
 
 def test_from_python_the_module_is_the_function():
     comparison = analysis.compare(
-        [1.0, 1.1, 1.2], [1.0, 1.05, 1.1], margin=0.1, scale="ratio", level=0.9
+        [1.0, 1.1, 1.2], [1.0, 1.05, 1.1], margin=0.1, scale="ratio", level=0.99
     )
-    assert comparison.level == pytest.approx(0.9)
-    assert str(comparison).startswith("INCONCLUSIVE: ratio 1.046, 90% CI [0.9094, 1.202], n = 3")
+    assert comparison.level == pytest.approx(0.99)
+    assert str(comparison).startswith("INCONCLUSIVE: ratio 1.046, 99% CI [0.7404, 1.476], n = 3")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +181,16 @@ def test_from_python_a_direction_makes_better_or_worse():
 
 
 @pytest.mark.parametrize(
-    "options", [{"level": 95}, {"scale": "log"}, {"direction": "up"}, {"margin": 0}]
+    "options",
+    [
+        {"level": 95},
+        {"level": 0.6},
+        {"scale": "log"},
+        {"direction": "up"},
+        {"margin": 0},
+        {"margin": math.inf},
+        {"margin": 10, "scale": "ratio"},
+    ],
 )
 def test_from_python_a_wrong_option_is_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -140,14 +140,33 @@ def test_data_that_allow_no_inference_are_refused(ours, message):
         compare_samples(ours, [1.0, 2.0, 3.0], margin=0.1, scale="ratio")
 
 
+@pytest.mark.parametrize(
+    ("ours", "scale"), [([1e-300, 1.0, 1e300], "ratio"), ([1e300, 2e300, 3e300], "absolute")]
+)
+def test_numbers_beyond_what_a_float_holds_are_refused(ours, scale):
+    with pytest.raises(NoInference, match="too far apart"):
+        compare_samples(ours, [1.0, 2.0, 3.0], margin=0.1, scale=scale)
+
+
+def test_a_spread_that_is_rounding_is_none():
+    """0.1 + 0.2 is 0.30000000000000004."""
+    with pytest.raises(NoInference, match="does not resolve"):
+        compare_samples([0.1 + 0.2, 0.3, 0.3], [0.7 + 0.1, 0.8, 0.8], margin=0.6)
+
+
+def test_a_relative_margin_of_ten_is_no_ten_percent():
+    with pytest.raises(ValueError, match="write 0.1 for 10 %"):
+        compare_samples([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], margin=10, scale="ratio")
+
+
 def test_two_different_constants_are_refused_instead_of_p_0():
     """Six reference runs of a public benchmark are all 4608: the metric is quantised by its evaluation interval."""
     with pytest.raises(NoInference, match="does not resolve"):
         compare_samples([4608.0] * 6, [5120.0] * 6, margin=0.1)
 
 
-@pytest.mark.parametrize("margin", [0.0, -0.1, math.nan])
-def test_a_margin_must_be_positive(margin):
+@pytest.mark.parametrize("margin", [0.0, -0.1, math.nan, math.inf])
+def test_a_margin_must_be_positive_and_finite(margin):
     with pytest.raises(ValueError, match="margin"):
         compare_samples([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], margin=margin)
 

@@ -135,6 +135,7 @@ def test_another_schema_is_refused(tmp_path):
         ({"endpoints": (ACCURACY.model_copy(update={"primary": False}),)}, "must be primary"),
         ({"arms": (Arm(name="a", role="candidate"), Arm(name="b", role="candidate"))}, "baseline"),
         ({"pairing_unit": "node"}, "pairing_unit"),
+        ({"alpha": 0.4}, "less than or equal to 0.05"),
         ({"seeds": (0, 0)}, "seeds: 0 appears more than once"),
         ({"endpoints": (ACCURACY, ACCURACY)}, "accuracy appears more than once"),
         (
@@ -154,6 +155,8 @@ def test_an_incomplete_plan_is_refused_with_its_key(changes, message):
         ({"summary": "total_rate"}, "needs field"),
         ({"summary": "final_window_mean"}, "window"),
         ({"margin": 0}, "greater than 0"),
+        ({"margin": float("inf")}, "finite number"),
+        ({"margin": 10, "scale": "ratio"}, "write 0.1 for 10 %"),
         ({"margin_reason": ""}, "at least 1 character"),
         ({"margn": 1}, "Extra inputs"),
         ({"summary": "steps_to_threshold", "direction": "lower"}, "threshold belongs to"),

@@ -228,7 +228,7 @@ def test_a_measure_changed_after_the_first_result_is_invalid(tmp_path, changes):
 
 
 def test_a_level_changed_after_the_first_result_buys_neither_verdict(tmp_path):
-    assert amended(tmp_path, alpha=0.3).verdict == Verdict.INVALID
+    assert amended(tmp_path, alpha=0.01).verdict == Verdict.INVALID
 
 
 def test_seeds_added_after_results_test_at_a_tenth_of_alpha(tmp_path):
