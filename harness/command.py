@@ -30,7 +30,7 @@ def command_line(
     return launch(
         container,
         [container.python, "-P", str(INSIDE), str(folder.path), attempt.name, *own],
-        mounts=needed_mounts(folder, run, scratch),
+        mounts=needed_mounts(folder.path.parents[2], run, scratch),
         workdir=str(attempt),
         variables=variables,
         cpus=run["resources"]["cpus_per_node"],

@@ -24,7 +24,7 @@ from typing import Any
 from harness.cluster import Container
 from harness.identity import ROOT, hash_path
 from harness.inputs import INSTALLED
-from harness.run_folder import RunFolder, edit_json, read_json
+from harness.run_folder import edit_json, read_json
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,15 @@ def _whole(mount: str) -> str:
     return ":".join([source, *(rest or [source])])
 
 
-def needed_mounts(folder: RunFolder, run: Mapping[str, Any], scratch: str) -> list[str]:
-    """What a run reads and writes outside its image: all runs and their code, this harness, its inputs, ``scratch``."""
-    runs = folder.path.parents[2]
+def needed_mounts(runs: Path, run: Mapping[str, Any], scratch: str, code: Path = ROOT) -> list[str]:
+    """What a run reads and writes outside its image: all runs and their code, the harness's, its inputs, ``scratch``.
+
+    ``run``: run.json, of which ``inputs`` and ``import_path`` count.
+    """
     modules = [Path(place) for place in import_path(run)]
     files = [Path(name) for item in run.get("inputs", []) for name in item["files"]]
     files = [file for file in files if not any(file.is_relative_to(m) for m in modules)]
-    outside = [place for place in (ROOT, *modules, *files) if not place.is_relative_to(runs)]
+    outside = [place for place in (code, *modules, *files) if not place.is_relative_to(runs)]
     return [str(runs), scratch, *(f"{place}:{place}:ro" for place in dict.fromkeys(outside))]
 
 

@@ -52,12 +52,16 @@ def _imports(expansion: Expansion) -> Iterator[str]:
         module, separator, _ = name.partition(":")
         if separator and find_module(module) is None:
             yield f"{key}: no module {module} on the import path of this shell; mend the name, or set PYTHONPATH"
-    needed = {"torch", "ray", "vllm"}
-    if any("megatron" in c.trainer.backend for c in expansion.scale.configs.values()):
-        needed.add("megatron")
-    missing = sorted(name for name in needed if find_module(name) is None)
+    missing = sorted(name for name in packages(expansion) if find_module(name) is None)
     if missing:
         yield f"not installed: {', '.join(missing)}; run `make setup`"
+
+
+def packages(expansion: Expansion) -> set[str]:
+    """What the runs import first of all."""
+    trainers = [config.trainer.backend for config in expansion.scale.configs.values()]
+    megatron = {"megatron.core"} if any("megatron" in name for name in trainers) else set()
+    return {"torch", "ray", "vllm", *megatron}
 
 
 def _disk(expansion: Expansion) -> Iterator[str]:

@@ -116,13 +116,10 @@ def parameters(
         "stderr_to_stdout": True,
         "setup": setup_lines(cluster, code, resources.cpus_per_node),
     }
-    given = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
-    chosen |= {key: value for key, value in given.items() if value is not None}
+    chosen |= where(cluster)
     more: dict[str, Any] = {"signal": f"B:{SIGNAL}@{cluster.warn_s}", "requeue": True}
     if resources.device == "cuda":
-        count = resources.devices_per_node
-        asked = f"{cluster.gpu_type}:{count}" if cluster.gpu_type else str(count)
-        more |= {"gpus-per-node": asked} if cluster.gpus != "gres" else {"gres": f"gpu:{asked}"}
+        more |= devices_asked(cluster, resources)
         if cluster.exclusive:
             chosen |= {"exclusive": True, "mem": "0"}
     if after:
@@ -136,6 +133,33 @@ def parameters(
         chosen["exclude"] = ",".join(exclude)
     more |= {key: value for key, value in cluster.sbatch.items() if value is not None}
     return {**chosen, "additional_parameters": more}
+
+
+def where(cluster: Cluster) -> dict[str, str]:
+    """The directives that say where and as whom."""
+    given = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def devices_asked(cluster: Cluster, resources: Resources) -> dict[str, str]:
+    """The option by which sbatch and srun are asked for a node's GPUs."""
+    count = resources.devices_per_node
+    asked = f"{cluster.gpu_type}:{count}" if cluster.gpu_type else str(count)
+    return {"gpus-per-node": asked} if cluster.gpus != "gres" else {"gres": f"gpu:{asked}"}
+
+
+def small_script(
+    cluster: Cluster, resources: Resources, name: str, code: Path, output: Path, command: str
+) -> str:
+    """The batch script of one short ``command`` on one node of those that ``resources`` would run on, beside other jobs."""
+    asked: dict[str, Any] = {"job-name": name, "nodes": 1, "ntasks": 1, "time": 10}
+    asked |= {"output": output, "no-requeue": True, **where(cluster)}
+    if resources.device == "cuda":
+        asked |= devices_asked(cluster, resources.model_copy(update={"devices_per_node": 1}))
+    asked |= cluster.sbatch
+    given = sorted((key, value) for key, value in asked.items() if value is not None)
+    lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in given]
+    return "\n".join(["#!/bin/bash", *lines, *setup_lines(cluster, code, 1), command, ""])
 
 
 def setup_lines(cluster: Cluster, code: Path, cpus: int) -> list[str]:

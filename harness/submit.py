@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from analysis.plan import Plan, PlanError, freeze
-from harness import fingerprints, lock, preflight, show
+from harness import fingerprints, lock, nodes, preflight, show
 from harness.canary import with_canaries
 from harness.causes import cause
 from harness.cluster import Cluster, choose_cluster
@@ -116,6 +116,9 @@ def main(
     cluster: Annotated[
         str | None, typer.Option(help="profile of the Slurm cluster (slurm/clusters)")
     ] = None,
+    look: Annotated[
+        bool, typer.Option(help="ask a compute node first whether it has all that is needed")
+    ] = True,
     local: Annotated[
         bool, typer.Option("--local", help="work the runs here, also where there is Slurm")
     ] = False,
@@ -168,6 +171,8 @@ def main(
             console, [*(f"- {obstacle}" for obstacle in obstacles), "Nothing was started."], as_json
         )
         raise typer.Exit(EXIT_REFUSED)
+    if on_slurm and look and sort_out(expansion.folder, chosen)[0]:
+        look_at_a_node(console, expansion, chosen, target, as_json)
     start, leave = submit(expansion, chosen)
     show.submitted(console, expansion, start, leave, changed)
     if as_json:
@@ -182,6 +187,26 @@ def main(
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(EXIT_REFUSED) from error
     raise typer.Exit(code)
+
+
+def look_at_a_node(
+    console: Console, expansion: Expansion, runs: Sequence[Run], cluster: Cluster, as_json: bool
+) -> None:
+    """Refuse what a compute node lacks; where none answers, say so and go on."""
+    console.print("Looking from a compute node ... (--no-look leaves it out)", highlight=False)
+    try:
+        sight = nodes.look(expansion, runs, cluster)
+    except SlurmError as error:
+        sight = nodes.Sight((str(error),))
+    if sight.problems:
+        lines = [*(f"- {problem}" for problem in sight.problems), "Nothing was started."]
+        refuse(console, lines, as_json)
+        raise typer.Exit(EXIT_REFUSED)
+    if sight.unchecked:
+        said = (
+            f"Not checked: paths, image and packages as compute nodes see them; {sight.unchecked}."
+        )
+        console.print(said, style="yellow", highlight=False)
 
 
 def refuse(console: Console, lines: Sequence[str], as_json: bool) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from harness import prepare, scheduler
-from harness.cluster import PROFILES, Cluster, load_cluster
+from harness.cluster import PROFILES, Cluster, Container, load_cluster
+from harness.container import Image, known_image
 from harness.expand import expand
 from harness.slurm import submit_arrays
 from harness.spec import load
@@ -85,7 +87,14 @@ def light(tmp_path, monkeypatch):
     """
 
     def make(
-        train: str = TRAIN, seeds: str = "[0, 1]", resources: str = "", limit="00:30:00", image=None
+        train: str = TRAIN,
+        seeds: str = "[0, 1]",
+        resources: str = "",
+        limit: str = "00:30:00",
+        cpus: int = 1,
+        protocol: str = "",
+        runs: Path = tmp_path / "runs",
+        image: Image | None = None,
     ):
         bodies = BODIES | {"train": train}
         for kind, body in bodies.items():
@@ -96,12 +105,46 @@ def light(tmp_path, monkeypatch):
             return ["{python}", str(script), "{run}", "{attempt}", str(run.config.loop.steps)]
 
         monkeypatch.setattr(prepare, "command", command)
-        changed = f"{{cpus_per_node: 1, time_limit: {limit}{resources}}}"
+        changed = f"{{cpus_per_node: {cpus}, time_limit: {limit}{resources}}}"
         path = write(tmp_path, "resources: {time_limit: 00:30:00}", f"resources: {changed}")
         path.write_text(path.read_text().replace("seeds: [0, 1]", f"seeds: {seeds}\n", 1))
-        text = path.read_text().replace("  optimizer:", "  loop: {steps: 5}\n  optimizer:", 1)
+        text = path.read_text().replace(
+            "  optimizer:", f"  loop: {{steps: 5}}\n{protocol}  optimizer:", 1
+        )
         path.write_text(text)
-        return expand(load(path), "here", tmp_path / "runs", base=tmp_path, image=image)
+        return expand(load(path), "here", runs, base=tmp_path, image=image)
+
+    return make
+
+
+@pytest.fixture
+def boxed(light, tmp_path):
+    """boxed(runtime, train=...) -> (Expansion, profile): the light experiment in an image of this machine's own folders."""
+
+    def make(runtime: str, train: str, **options):
+        shims = tmp_path / "shims"
+        shims.mkdir()
+        for name in ("apptainer", "srun"):
+            made_of = f"{sys.executable} {Path(__file__).parent}/runtimes.py {cluster.BIN} {name}"
+            (shims / name).write_text(f'#!/bin/sh\nexec {made_of} "$@"\n')
+            (shims / name).chmod(0o755)
+        inside = [Path("/usr"), Path("/etc"), Path(sys.base_prefix), Path(sys.prefix).resolve()]
+        (tmp_path / "image").write_text("\n".join(map(str, dict.fromkeys(inside))))
+        (tmp_path / "data").write_text("rows")
+        (tmp_path / "secret").write_text("of the host")
+        scripts = [f"{tmp_path / kind}.py:{tmp_path / kind}.py:ro" for kind in BODIES]
+        box = Container(
+            runtime=runtime,
+            image=str(tmp_path / "image"),
+            mounts=(f"{tmp_path}/data:/data:ro", *scripts),
+            python=str(Path(sys.prefix).resolve() / "bin" / "python"),
+        )
+        own = {"container": box, "environment": {"GREETING": "two words"}}
+        first = (f'export PATH={shims}:"$PATH"',)
+        profile = LOCAL.model_copy(update={**own, "setup": first})
+        image = known_image(box, tmp_path / "runs")
+        train = train.replace("SECRET", repr(str(tmp_path / "secret"))).replace("DATA", '"/data"')
+        return light(train=train, seeds="[0]", image=image, **options), profile
 
     return make
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness.cluster import Container
-from harness.container import known_image
 from harness.run_folder import RunFolder, read_json
 from harness.slurm import job_ids
-from slurm.local import cluster
-from tests.slurm.conftest import LOCAL, run, send, settled, wait_until
+from tests.slurm.conftest import run, send, settled, wait_until
 from tests.slurm.test_survive import STEPS, ends, steps_of
 
 LOOK = """
@@ -36,41 +32,6 @@ def writable(place):
 }))
 """
 """What a run sees of the machine, from inside."""
-
-
-@pytest.fixture
-def boxed(light, tmp_path):
-    """boxed(runtime, train=...) -> (Expansion, profile): the light experiment in an image of this machine's own folders."""
-
-    def make(runtime: str, train: str, **options):
-        shims = tmp_path / "shims"
-        shims.mkdir()
-        for name in ("apptainer", "srun"):
-            made_of = f"{sys.executable} {Path(__file__).parent}/runtimes.py {cluster.BIN} {name}"
-            (shims / name).write_text(f'#!/bin/sh\nexec {made_of} "$@"\n')
-            (shims / name).chmod(0o755)
-        inside = [Path("/usr"), Path("/etc"), Path(sys.base_prefix), Path(sys.prefix).resolve()]
-        (tmp_path / "image").write_text("\n".join(map(str, dict.fromkeys(inside))))
-        (tmp_path / "data").write_text("rows")
-        (tmp_path / "secret").write_text("of the host")
-        scripts = [f"{tmp_path / kind}.py:{tmp_path / kind}.py:ro" for kind in KINDS]
-        box = Container(
-            runtime=runtime,
-            image=str(tmp_path / "image"),
-            mounts=(f"{tmp_path}/data:/data:ro", *scripts),
-            python=str(Path(sys.prefix).resolve() / "bin" / "python"),
-        )
-        own = {"container": box, "environment": {"GREETING": "two words"}}
-        first = (f'export PATH={shims}:"$PATH"',)
-        profile = LOCAL.model_copy(update={**own, "setup": first})
-        image = known_image(box, tmp_path / "runs")
-        train = train.replace("SECRET", repr(str(tmp_path / "secret"))).replace("DATA", '"/data"')
-        return light(train=train, seeds="[0]", image=image, **options), profile
-
-    return make
-
-
-KINDS = ("warmup", "conformance", "train")
 
 
 def at_work(expansion, profile) -> RunFolder:
