@@ -65,6 +65,23 @@ class Container(Strict):
         return self
 
 
+class RaySettings(Strict):
+    """The Ray cluster of a run over several nodes."""
+
+    port_base: int = Field(
+        20000,
+        ge=1024,
+        le=32000,
+        description="first port; the job's number says which from there on",
+    )
+    join_within_s: int = Field(180, gt=0, description="seconds within which every node must join")
+    object_store_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Ray's object store of a node; none: Ray's choice, 30 % of its memory",
+    )
+
+
 class Cluster(Strict):
     """What differs between clusters and is no business of an experiment."""
 
@@ -88,6 +105,7 @@ class Cluster(Strict):
         120, ge=30, description="seconds between the signal to save and the end of a job, at least"
     )
     attempts: Attempts = Attempts()
+    ray: RaySettings = RaySettings()
     bad_node_after: int = Field(
         2, gt=0, description="failures after which an experiment avoids a node"
     )

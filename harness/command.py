@@ -10,7 +10,7 @@ from typing import Any
 from harness.cluster import Cluster
 from harness.container import import_path, launch, needed_mounts
 from harness.identity import ROOT
-from harness.processes import MARK
+from harness.processes import MARK, own_environment
 from harness.run_folder import RunFolder
 
 INSIDE = ROOT / "harness" / "inside.py"
@@ -22,19 +22,42 @@ def command_line(
     """What is started on this node: run.json's command, from inside its image where it has one."""
     if not run.get("image"):
         return own_command(folder, run, attempt, sys.executable)
-    container = cluster.container
-    own = own_command(folder, run, attempt, container.python)
+    python = cluster.container.python
+    own = own_command(folder, run, attempt, python)
+    first = [python, "-P", str(INSIDE), str(folder.path), attempt.name]
+    return inside(folder, run, attempt, scratch, cluster, [*first, *own])
+
+
+def inside(
+    folder: RunFolder,
+    run: dict[str, Any],
+    attempt: Path,
+    scratch: str,
+    cluster: Cluster,
+    command: list[str],
+    node: str | None = None,
+) -> list[str]:
+    """``command`` in the run's image, on this node; ``node``: its name, where it is not the allocation's first."""
     variables = {**cluster.environment, **own_variables(folder, run, scratch)}
     # Of a home that is mounted all the same no packages, and caches where they may be written.
     variables |= {"PYTHONNOUSERSITE": "1", "HOME": scratch}
     return launch(
-        container,
-        [container.python, "-P", str(INSIDE), str(folder.path), attempt.name, *own],
+        cluster.container,
+        command,
         mounts=needed_mounts(folder.path.parents[2], run, scratch),
         workdir=str(attempt),
         variables=variables,
         cpus=run["resources"]["cpus_per_node"],
+        node=node,
     )
+
+
+def cluster_line(
+    folder: RunFolder, run: dict[str, Any], scratch: str
+) -> tuple[list[str], dict[str, str]]:
+    """On several nodes: (what starts their Ray cluster and the run's command on it, its environment, which is the job's)."""
+    own = {**own_environment(), MARK: run["identity"], "TMPDIR": scratch}
+    return [sys.executable, "-m", "harness.ray_cluster", str(folder.path)], own
 
 
 def own_command(folder: RunFolder, run: dict[str, Any], attempt: Path, python: str) -> list[str]:

@@ -80,8 +80,12 @@ def launch(
     workdir: str = "/",
     variables: Mapping[str, str] | None = None,
     cpus: int = 1,
+    node: str | None = None,
 ) -> list[str]:
-    """``command`` in a container on the first node of the allocation. ``mounts``: SOURCE[:TARGET[:ro]] each."""
+    """``command`` in a container on this node, which is the allocation's first, or ``node``.
+
+    mounts: SOURCE[:TARGET[:ro]] each.
+    """
     mounts = [_whole(mount) for mount in dict.fromkeys((*container.mounts, *mounts))]
     inner = [*command]
     if variables:
@@ -97,7 +101,8 @@ def launch(
             return [*own, *container.arguments, image, *inner]
         case "pyxis":
             # A step of one task beside whatever else runs here, with all of the job's memory, processors and devices.
-            step = ["srun", "--nodes=1", "--ntasks=1", "--relative=0", "--overlap", "--mem=0"]
+            where = "--relative=0" if node is None else f"--nodelist={node}"
+            step = ["srun", "--nodes=1", "--ntasks=1", where, "--overlap", "--mem=0"]
             step += [f"--cpus-per-task={cpus}", "--cpu-bind=none", f"--container-image={image}"]
             step += [f"--container-mounts={','.join(mounts)}"] if mounts else []
             step += [f"--container-workdir={workdir}", "--no-container-mount-home"]

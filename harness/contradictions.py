@@ -11,6 +11,7 @@ from harness.fields import known_fields, suggestion
 from harness.problems import Problem
 from harness.source import Document, KeyPath, dotted
 from molt_core.config import RunConfig
+from molt_core.placement import Node, PlacementError, plan
 
 if TYPE_CHECKING:
     from harness.spec import ExperimentFile, Resources, Scale
@@ -127,6 +128,21 @@ def unfit(
                 f"gives {there} accelerators and {system} needs {needs} (trainer ranks + engines)",
                 "Raise nodes or devices_per_node, or shrink trainer.world_size or engine.count",
             )
+        elif resources.nodes > 1:
+            gpus = resources.devices_per_node if resources.device == "cuda" else 0
+            each = [
+                Node(str(n), f"node {n}", resources.cpus_per_node, gpus)
+                for n in range(1, resources.nodes + 1)
+            ]
+            try:
+                plan(config, each)
+            except PlacementError as error:
+                yield Problem(
+                    document.line(("scales", scale, "resources")),
+                    f"scales.{scale}.resources",
+                    f"are too little for {system}: {error}",
+                    "Raise nodes, cpus_per_node or devices_per_node",
+                )
     config = next(iter(configs.values()))
     if config.model.builtin is not None and config.warmup is None:
         yield Problem(

@@ -183,6 +183,7 @@ def _runs(
     shared = protocol_inputs(first, base)
     own = {name: trainer_inputs(config) for name, config in scale.configs.items()}
     protocol = protocol_of(first)
+    on_one_node = scale.resources.model_copy(update={"nodes": 1})
     parents: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
@@ -200,7 +201,7 @@ def _runs(
             seed=first.warmup.seed,
             identity=identity,
             config=first.model_copy(update={"trainer": trainer, "seed": first.warmup.seed}),
-            resources=scale.resources,
+            resources=on_one_node,
             inputs=shared,
         )
         parents, needs = (identity,), (warmup.name,)
@@ -235,7 +236,7 @@ def _runs(
             seed=config.seed,
             identity=identity,
             config=config,
-            resources=scale.resources,
+            resources=on_one_node,
             needs=needs,
             inputs=both,
             # Two trainers under one protocol: where a switch sets the arms' protocols apart, the candidate's.

@@ -28,7 +28,13 @@ import typer
 from harness import container, fingerprints, inputs, notify, requeue
 from harness.causes import kills_for_memory
 from harness.cluster import Cluster
-from harness.command import code_path, command_line, environment, own_variables
+from harness.command import (
+    cluster_line,
+    code_path,
+    command_line,
+    environment,
+    own_variables,
+)
 from harness.outcome import judge_exit, last_lines
 from harness.processes import (
     become_subreaper,
@@ -38,7 +44,7 @@ from harness.processes import (
     reap,
     signalled_when_parent_dies,
 )
-from harness.run_folder import Busy, RunFolder, hold, tail_records, write_json
+from harness.run_folder import Busy, RunFolder, hold, read_json, tail_records, write_json
 
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 SAVE_AND_STOP = signal.SIGUSR2
@@ -108,6 +114,7 @@ def run_job(run_dir: str | Path) -> Ending:
 def _end(folder: RunFolder, attempt: Path, ending: Ending, started: float) -> dict[str, Any]:
     """The content of end.json."""
     beat, ended = folder.heartbeat or {}, time.time()
+    lost = (read_json(attempt / "reason.json") or {}).get("nodes")
     return {
         "state": ending.state,
         "reason": f"{ending.state}: {ending.reason}" if ending.reason else ending.state,
@@ -117,6 +124,7 @@ def _end(folder: RunFolder, attempt: Path, ending: Ending, started: float) -> di
         "ended": ended,
         "duration_s": ended - started,
         "requeued": ending.goes_back,
+        **({"lost_nodes": lost} if lost else {}),
         "last_lines": last_lines(attempt / "output.log"),
     }
 
@@ -173,15 +181,18 @@ def _attempt(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
         signalled_when_parent_dies(signal.SIGKILL, job)
 
+    started, variables = arguments, environment(own_variables(folder, run, scratch))
+    if requeue.own_job() is not None and run["resources"].get("nodes", 1) > 1:
+        started, variables = cluster_line(folder, run, scratch)
     try:
         with open(attempt / "output.log", "ab") as log:
             child = subprocess.Popen(
-                arguments,
+                started,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=attempt,  # nothing to import here: code comes from the snapshot
-                env=environment(own_variables(folder, run, scratch)),
+                env=variables,
                 start_new_session=True,
                 preexec_fn=in_child,
             )

@@ -168,7 +168,7 @@ def bad_nodes(scale_folder: Path, after: int) -> list[str]:
             end = read_json(attempt / "end.json") or {}
             if COUNTED.get(end.get("state", "")) == "failed":
                 start = read_json(attempt / "start.json") or {}
-                failures[start.get("slurmd_nodename", "")] += 1
+                failures.update(end.get("lost_nodes") or [start.get("slurmd_nodename", "")])
     return sorted(node for node, count in failures.items() if node and count >= after)
 
 

@@ -107,6 +107,7 @@ def dry_run(
     console.print(
         f"\n[bold]Runs[/], in the order they start; each on {resources.nodes} node{'s' * (resources.nodes > 1)}{devices}, "
         f"{resources.cpus_per_node} cores, at most {resources.time_limit}"
+        f"{'; warm-up and conformance on one node' if resources.nodes > 1 else ''}"
     )
     shown = Table(box=None, padding=(0, 2))
     for column in ("", "run", "identity", "waits for"):

@@ -185,6 +185,10 @@ class EngineConfig(Strict):
     )
     max_sequences: int = Field(128, gt=0, description="most sequences decoded together")
     threads: int = Field(1, gt=0, description="CPU threads of an engine")
+    placement: Literal["apart", "together"] = Field(
+        "apart",
+        description="engines on nodes without trainer ranks where there is room, or on theirs first",
+    )
     prefix_caching: bool = Field(
         True, description="keep the keys and values of shared prompt prefixes (vLLM)"
     )

@@ -31,6 +31,7 @@ from molt_core import metrics
 from molt_core.algo.aggregation import weighted_rollouts
 from molt_core.config import RunConfig
 from molt_core.data import prompt_source
+from molt_core.placement import Reserved, reserve
 from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.refit import RefitReport
 from molt_core.rollout.worker import RolloutWorker
@@ -80,8 +81,16 @@ class Loop:
     async def run(self) -> bool:
         """Train to the last step. False where the run stopped before it, as requested, with its state saved."""
         self.writer.heartbeat("starting", 0)
+        async with reserve(self.config) as places:
+            self.writer.placement(places.names())
+            finished = await self._run(places)
+        if finished:
+            self.writer.heartbeat("finished", self.config.loop.steps)
+        return finished
+
+    async def _run(self, places: Reserved) -> bool:
         saved = self._newest_checkpoint()
-        await self._start()
+        await self._start(places)
         try:
             first = 1 + (await self._begin() if saved is None else await self._resume(saved))
             self.step_started = time.time()
@@ -100,7 +109,6 @@ class Loop:
             ends = (worker.shutdown.remote() for worker in self.workers)
             # The save in progress is completed, also of a run that diverged; a dead engine must not hide why it died.
             await asyncio.gather(self.saver.wait(), *ends, return_exceptions=True)
-        self.writer.heartbeat("finished", self.config.loop.steps)
         return True
 
     def _newest_checkpoint(self) -> Checkpoint | None:
@@ -112,21 +120,20 @@ class Loop:
             print(f"not used: {problem}", flush=True)
         return complete[-1] if complete else None
 
-    async def _start(self) -> None:
-        """Bring up engines and trainer side by side and connect them."""
+    async def _start(self, places: Reserved) -> None:
+        """Bring up engines and trainer side by side, each on its place, and connect them."""
         engine = self.config.engine
-        gpus = engine.tensor_parallel if engine.device == "cuda" else 0
         threads = {"OMP_NUM_THREADS": str(engine.threads)}
         remote = ray.remote(
-            num_cpus=1,
-            num_gpus=gpus,
             max_concurrency=1000,
             concurrency_groups={"clocks": 1},
             runtime_env={"env_vars": threads},
         )(RolloutWorker)
-        self.workers = [remote.remote(self.config, self.checkpoint) for _ in range(engine.count)]
+        self.workers = [
+            remote.options(**place).remote(self.config, self.checkpoint) for place in places.engines
+        ]
         self.trainer, *_ = await asyncio.gather(
-            TrainerGroup.start(self.config, self.checkpoint),
+            TrainerGroup.start(self.config, self.checkpoint, places.ranks),
             *(worker.start.remote() for worker in self.workers),
         )
         await self.trainer.connect(self.workers, engine.tensor_parallel)

@@ -64,6 +64,11 @@ class RunWriter:
         (self.attempt_folder / "resume.json").write_text(json.dumps(facts, indent=2) + "\n")
         print(f"goes on after step {step}/{self.steps}", flush=True)
 
+    def placement(self, nodes: Mapping[str, Any]) -> None:
+        """On which nodes this attempt's engines and trainer ranks lie."""
+        self.attempt_folder.mkdir(parents=True, exist_ok=True)
+        (self.attempt_folder / "placement.json").write_text(json.dumps(nodes, indent=2) + "\n")
+
     @property
     def _metrics(self) -> Path:
         return self.run_dir / "metrics.jsonl"

@@ -138,7 +138,6 @@ class Engine:
         # A prompt that is prefilled in pieces rewinds its request's generator, which vLLM 0.32 cannot do on the CPU: it kills
         # the engine. Hence whole prompts only.
         cpu = {
-            "distributed_executor_backend": "uni",
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(8192, model.max_length),
@@ -151,6 +150,8 @@ class Engine:
                 max_num_seqs=config.max_sequences,
                 num_gpu_blocks_override=config.kv_cache_blocks,
                 tensor_parallel_size=config.tensor_parallel,
+                # Said, because in a placement group of Ray's vLLM would put its workers on places that are the trainer's.
+                distributed_executor_backend="mp" if config.tensor_parallel > 1 else "uni",
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
                 enable_prefix_caching=config.prefix_caching,

@@ -28,6 +28,7 @@ from molt_core.algo.registry import load_plugins
 from molt_core.config import load_run_config
 from molt_core.loop import Diverged, EverythingDropped, Loop
 from molt_core.metrics import RunWriter
+from molt_core.placement import PlacementError
 from molt_core.rollout.engine import EngineError
 from molt_core.rollout.pool import BooksError
 from molt_core.rollout.refit import RefitError
@@ -42,6 +43,7 @@ REASONS = {
     RefitError: "REFIT",
     EngineError: "ENGINE",
     CheckpointError: "CHECKPOINT",
+    PlacementError: "CONFIG",
     ray.exceptions.RayActorError: "WORKER_DIED",
 }
 

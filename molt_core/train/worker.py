@@ -264,17 +264,16 @@ class TrainerGroup:
         self.ranks, self.config = ranks, config
 
     @classmethod
-    async def start(cls, config: RunConfig, checkpoint: Path) -> TrainerGroup:
-        trainer = config.trainer
-        gpus = 1 if trainer.device == "cuda" else 0
-        threads = {"OMP_NUM_THREADS": str(trainer.threads)}
-        remote = ray.remote(
-            num_cpus=1,
-            num_gpus=gpus,
-            concurrency_groups={"saving": 1},
-            runtime_env={"env_vars": threads},
-        )(TrainerRank)
-        ranks = [remote.remote(rank, config, checkpoint) for rank in range(trainer.world_size)]
+    async def start(
+        cls, config: RunConfig, checkpoint: Path, places: Sequence[Mapping[str, Any]]
+    ) -> TrainerGroup:
+        """places: of each rank, the options of its actor (``placement.Reserved.ranks``)."""
+        threads = {"OMP_NUM_THREADS": str(config.trainer.threads)}
+        remote = ray.remote(concurrency_groups={"saving": 1}, runtime_env={"env_vars": threads})
+        ranks = [
+            remote(TrainerRank).options(**place).remote(rank, config, checkpoint)
+            for rank, place in enumerate(places)
+        ]
         group = cls(ranks, config)
         host, port = await ranks[0].address.remote()
         places = await asyncio.gather(*(rank.start.remote(host, port) for rank in ranks))

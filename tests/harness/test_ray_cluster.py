@@ -1,0 +1,79 @@
+"""What a run over several nodes starts on them, as text. The real thing: tests/slurm/test_nodes.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from harness.cluster import Cluster, RaySettings
+from harness.ray_cluster import allocated_nodes, launch_line
+from harness.ray_node import Layout, start_command
+from harness.spec import Resources
+
+GPU = Resources(nodes=2, device="cuda", devices_per_node=8, cpus_per_node=96)
+NODES = ("n7", "n8")
+
+
+def layout(job_id: int = 41, nodes=NODES, **settings) -> Layout:
+    return Layout.of(nodes, GPU, RaySettings(**settings), job_id).at("10.0.0.7")
+
+
+def options(command: list[str]) -> dict[str, str]:
+    pairs = (part.removeprefix("--").partition("=") for part in command if part.startswith("--"))
+    return {name: value for name, _, value in pairs}
+
+
+def test_another_node_is_reached_by_one_task_beside_what_runs_there_with_all_it_has():
+    line = launch_line(["n8"], GPU, Cluster(gpu_type="h100"), ["node", "arguments"])
+    assert " ".join(line) == (
+        "srun --overlap --nodelist n8 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=96 --mem=0 --cpu-bind=none "
+        "--gpus-per-node=h100:8 --mpi=none --export=ALL --input=none --label --kill-on-bad-exit=1 node arguments"
+    )
+
+
+def test_devices_are_asked_for_as_the_profile_says_and_not_where_there_are_none():
+    assert "--gres=gpu:8" in launch_line(["n8"], GPU, Cluster(gpus="gres"), ["x"])
+    cpu = Resources(nodes=2, cpus_per_node=4)
+    assert not [part for part in launch_line(["n8"], cpu, Cluster(), ["x"]) if "gpu" in part]
+
+
+def test_the_head_listens_where_the_others_join():
+    head = options(start_command(layout(), "n7", "10.0.0.7", "/tmp/m1", "python"))
+    other = options(start_command(layout(), "n8", "10.0.0.8", "/tmp/m2", "python"))
+    assert other["address"] == f"10.0.0.7:{head['port']}"
+    assert "head" in head and "head" not in other and "port" not in other
+    assert (head["num-cpus"], head["num-gpus"]) == (other["num-cpus"], other["num-gpus"])
+    assert (other["num-cpus"], other["num-gpus"], other["node-name"]) == ("96", "8", "n8")
+    assert (other["temp-dir"], other["node-ip-address"]) == ("/tmp/m2", "10.0.0.8")
+
+
+def test_no_two_nodes_of_a_job_and_no_two_neighbouring_jobs_share_a_port():
+    seen: set[int] = set()
+    for job_id in range(1000, 1020):
+        for name in ("a", "b", "c", "d"):
+            of_job = layout(job_id, ("a", "b", "c", "d"), port_base=21000)
+            said = options(start_command(of_job, name, "10.0.0.7", "/tmp/m", "python"))
+            ports = {int(v) for k, v in said.items() if k.endswith("port") and v != "0"}
+            assert len(ports) == (8 if name == "a" else 6) and not ports & seen
+            assert 21000 <= min(ports) and max(ports) < 32768  # above: the kernel gives them away
+            seen |= ports
+
+
+def test_what_a_node_is_told_survives_the_way():
+    assert Layout.load(layout(object_store_gb=0.5).dump()) == layout(object_store_gb=0.5)
+
+
+@pytest.mark.parametrize("here, first", [("n3", ["n3", "n4", "n5"]), ("n5", ["n5", "n3", "n4"])])
+def test_the_head_is_this_node(monkeypatch, tmp_path, here, first):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$3" = "n[3-5]" ] && printf "n3\\nn4\\nn5\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[3-5]")
+    monkeypatch.setenv("SLURMD_NODENAME", here)
+    assert allocated_nodes() == first
+
+
+def test_ray_is_started_by_the_python_that_the_run_has():
+    assert start_command(layout(), "n7", "10.0.0.7", "/tmp/m", sys.executable)[0] == sys.executable
