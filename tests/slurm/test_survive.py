@@ -46,7 +46,13 @@ def only_train(light, train: str, profile=LOCAL, **options) -> tuple[RunFolder, 
 
 
 def ends(folder: RunFolder) -> list[dict]:
-    return [read_json(attempt / "end.json") for attempt in folder.attempts]
+    """Every attempt's end; a run is DONE a moment before its attempt writes that it ended."""
+
+    def written():
+        found = [read_json(attempt / "end.json") for attempt in folder.attempts]
+        return found if all(found) else None
+
+    return wait_until(written)
 
 
 def steps_of(folder: RunFolder) -> list[int]:
