@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,9 @@ import pandas as pd
 
 from analysis.plan import ExclusionRules, Plan
 
-FINISHED, LOST, NOT_STARTED = "finished", "lost", "not started"
+FINISHED, LOST, NOT_STARTED, AT_WORK = "finished", "lost", "not started", "at work"
+FRESH_S = 900.0
+"""Seconds since its last sign of life in which a run without an end may still be at work."""
 
 
 class LoadError(ValueError):
@@ -40,6 +43,8 @@ class Attempt:
     state: str
     packages: Mapping[str, str] = field(default_factory=dict)
     """Name -> version of what was installed, {} where it was not recorded."""
+    plan: str | None = None
+    """Digest of the plan that stood when it started, None where it was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,10 @@ class Experiment:
         """The planned runs of an arm, by seed."""
         runs = [run for run in self.runs if run.system == system]
         return tuple(sorted(runs, key=lambda run: (run.seed, run.folder)))
+
+    def pending(self, system: str) -> tuple[RunRecord, ...]:
+        """The planned runs of an arm that have not ended: their results may still come."""
+        return tuple(run for run in self.of(system) if run.state in (NOT_STARTED, AT_WORK))
 
     def finished(self, system: str) -> tuple[RunRecord, ...]:
         return tuple(run for run in self.of(system) if run.state == FINISHED)
@@ -262,6 +271,7 @@ def _spans(attempts: list[Path]) -> Iterator[Attempt]:
             end.get("ended"),
             end.get("state", "no end recorded"),
             start.get("packages", {}),
+            start.get("plan"),
         )
 
 
@@ -275,12 +285,14 @@ def _state(folder: Path, attempts: list[Path]) -> tuple[str, str]:
     if end.is_file():
         return LOST, str(_read_json(end).get("reason", "ended without a reason"))
     heartbeat = folder / "heartbeat.json"
+    signs = [path.stat().st_mtime for path in (heartbeat, attempts[-1]) if path.exists()]
+    state = AT_WORK if time.time() - max(signs) < FRESH_S else LOST
     if heartbeat.is_file():
         beat = _read_json(heartbeat)
-        return LOST, (
+        return state, (
             f"no done.json; last sign of life in phase {beat.get('phase', '?')} at step {beat.get('step', '?')}"
         )
-    return LOST, "no done.json and no heartbeat"
+    return state, "no done.json and no heartbeat"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

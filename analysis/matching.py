@@ -101,6 +101,17 @@ def same_hardware(pair: Pair) -> Finding:
 
 
 @pair_check(
+    "same hardware for learning",
+    "one fingerprint",
+    "other kernels round otherwise: good to know, where it is the arm that differs",
+    effect="flag",
+    kinds=("learning", "other"),
+)
+def same_hardware_learning(pair: Pair) -> Finding:
+    return _same(pair, "fingerprints", "hardware")
+
+
+@pair_check(
     "interleaved in time",
     "neither arm ends before the other starts",
     "a machine that slows down over the day would look like an arm",
@@ -201,6 +212,40 @@ def nothing_beyond(pair: Pair) -> Finding:
     )
 
 
+@pair_check(
+    "plan as frozen",
+    "every attempt began under this plan, or under one that an amendment names",
+    "a plan that is edited by hand may have been edited to please",
+)
+def plan_as_frozen(pair: Pair) -> Finding:
+    known, problems, noted = pair.plan.digests, [], 0
+    for run in pair.runs:
+        for span in run.spans:
+            noted += span.plan is not None
+            if span.plan is not None and span.plan not in known:
+                problems.append(f"{run.folder}: attempt {span.number} began under another plan")
+    values = {name: f"{len(runs)} runs" for name, runs in pair.arms.items()}
+    if not noted:
+        return Finding(None, values, "no attempt notes the plan that it began under")
+    return Finding(not problems, values, "; ".join(problems))
+
+
+@pair_check(
+    "no result removed",
+    "every replicate that had records is still planned",
+    "runs left out after they were seen make any result",
+)
+def nothing_removed(pair: Pair) -> Finding:
+    gone = {
+        name: [folder for folder, system in pair.plan.removed_late.items() if system == name]
+        for name in pair.names
+    }
+    folders = [folder for names in gone.values() for folder in names]
+    values = {name: f"{len(names)} removed" for name, names in gone.items()}
+    found = f"taken out of the plan after they had records: {', '.join(folders)}"
+    return Finding(not folders, values, found if folders else "")
+
+
 def protocol(config: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a configuration that every arm must share, by dotted key."""
     return dict(leaves({key: value for key, value in config.items() if key not in ARM_OWNED}))
@@ -263,8 +308,11 @@ MATCHING = (
     same_code,
     same_packages,
     same_hardware,
+    same_hardware_learning,
     interleaved,
     same_nodes,
     conformance,
     nothing_beyond,
+    nothing_removed,
+    plan_as_frozen,
 )

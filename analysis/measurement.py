@@ -42,6 +42,7 @@ class Measurement:
     race: Race | None = None
     worst_case: WorstCase | None = None
     planned: Mapping[str, int] = field(default_factory=dict)
+    pending: tuple[str, ...] = ()
 
     @property
     def fewest_runs(self) -> int:
@@ -121,6 +122,11 @@ def _measure_endpoint(pair: Pair, endpoint: Endpoint, run_checks: tuple[Check, .
         pairing_note=note,
         race=found_race,
         planned={name: len(pair.experiment.of(name)) for name in pair.names},
+        pending=tuple(
+            f"{run.folder} ({run.reason})"
+            for name in pair.names
+            for run in pair.experiment.pending(name)
+        ),
         worst_case=None
         if comparison is None
         else worst_case(*(list(values[n].values()) for n in pair.names), *lost, endpoint.direction),

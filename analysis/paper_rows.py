@@ -45,6 +45,8 @@ def feature_rows(name: str, switch: Mapping[str, Any], runs: Path, folder: Path)
 def _feature(name: str, endpoint: str, experiment: Experiment) -> Row:
     result = next(r for r in judge(experiment) if r.endpoint.name == endpoint)
     measured = result.measurement
+    if result.decision.verdict == Verdict.INVALID:
+        return (name, NONE, NONE, _effect(result), _origin(experiment, measured.candidate))
     off, on = (
         _mean(list(measured.values[arm].values()), result.endpoint.unit)
         for arm in (measured.baseline, measured.candidate)
@@ -93,17 +95,11 @@ def throughput_rows(
     notes: list[str] = []
     found = list(_scales(runs / definition["name"]))
     for experiment in found:
-        for arm in experiment.plan.arms:
-            speeds = [speed(run, experiment) for run in experiment.finished(arm.name)]
-            if speeds:
-                rows.append(
-                    _speed_row(
-                        f"{arm.name} ({experiment.plan.scale})", speeds, experiment, arm.name
-                    )
-                )
+        results = judge(experiment)
+        rows += _measured_rows(experiment, results)
         notes += [
             f"{r.endpoint.name} at {experiment.plan.scale}, measured: {r.decision.headline}. {r.may_write}"
-            for r in judge(experiment)
+            for r in results
         ]
     if not found:
         notes.append(
@@ -123,6 +119,24 @@ def throughput_rows(
         )
     notes.append(_published_verdict(published))
     return tuple(rows), tuple(notes)
+
+
+def _measured_rows(experiment: Experiment, results: Sequence[EndpointResult]) -> Iterator[Row]:
+    """A row an arm; the numbers of an arm whose every speed comparison is INVALID are withheld."""
+    for arm in experiment.plan.arms:
+        name = f"{arm.name} ({experiment.plan.scale})"
+        runs = experiment.finished(arm.name)
+        about = [
+            r
+            for r in results
+            if r.endpoint.kind == "speed"
+            and arm.name in (r.measurement.candidate, r.measurement.baseline)
+        ]
+        if runs and about and all(r.decision.verdict == Verdict.INVALID for r in about):
+            origin = f"{_origin(experiment, arm.name)}; {about[0].decision.headline}"
+            yield (name, NONE, NONE, NONE, origin)
+        elif runs:
+            yield _speed_row(name, [speed(run, experiment) for run in runs], experiment, arm.name)
 
 
 def _speed_row(name: str, speeds: Sequence[Speed], experiment: Experiment, arm: str) -> Row:

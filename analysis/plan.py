@@ -11,6 +11,7 @@ then, and the report shows it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -88,12 +89,14 @@ class PlannedRun(Strict):
 class Amendment(Strict):
     """A change of the plan after it was frozen. ``diff`` maps a dotted key to [before, after].
 
-    runs_done: the runs whose records existed by then, finished or not.
+    runs_done: the runs whose records existed by then, finished or not. before_digest: that of the plan that stood until
+    then; None for a plan that was written when runs had records already.
     """
 
     time: datetime
     diff: dict[str, tuple[Any, Any]]
     runs_done: tuple[str, ...]
+    before_digest: str | None = None
 
 
 class Plan(Strict):
@@ -145,6 +148,12 @@ class Plan(Strict):
                 raise ValueError(
                     f"identities.{folder}: system {run.system}, seed {run.seed} is not in arms x seeds"
                 )
+        planned = [
+            f"{run.system} with seed {run.seed}"
+            for run in self.identities.values()
+            if run.purpose == "replicate"
+        ]
+        _require_unique("identities", planned)
         return self
 
     @property
@@ -169,6 +178,54 @@ class Plan(Strict):
         """Seeds that were not in the plan when the first results existed."""
         late = [a.diff["seeds"] for a in self.amendments if a.runs_done and "seeds" in a.diff]
         return tuple(seed for seed in self.seeds if any(seed not in before for before, _ in late))
+
+    @property
+    def late(self) -> tuple[Amendment, ...]:
+        """The amendments that were made when runs had records."""
+        return tuple(amendment for amendment in self.amendments if amendment.runs_done)
+
+    @property
+    def removed_late(self) -> dict[str, str]:
+        """Folder -> arm of the replicates that had records when they left the plan, and whose arm and seed did not return."""
+        there = {(run.system, run.seed) for run in self.identities.values()}
+        gone = {}
+        for amendment in self.late:
+            for key, (before, after) in amendment.diff.items():
+                folder = _run_of(key)
+                if folder not in amendment.runs_done or not isinstance(before, dict) or after:
+                    continue
+                replicate = before.get("purpose", "replicate") == "replicate"
+                if replicate and (before["system"], before["seed"]) not in there:
+                    gone[folder] = before["system"]
+        return gone
+
+    @property
+    def primaries_ever(self) -> tuple[str, ...]:
+        """Names of the endpoints that were primary while runs had records: Holm's family does not shrink afterwards."""
+        names = [endpoint.name for endpoint in self.primaries]
+        for amendment in self.late:
+            for key, (before, _) in amendment.diff.items():
+                section, _, rest = key.partition(".")
+                if section == "endpoints" and isinstance(before, dict) and before.get("primary"):
+                    names.append(rest)
+                if section == "endpoints" and rest.endswith(".primary") and before is True:
+                    names.append(rest.removesuffix(".primary"))
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def digest(self) -> str:
+        """Hash of what the plan promises. Every attempt notes it when it starts, so that an edit of the file shows."""
+        # Without defaults, so that a key which a later version adds leaves the hash of an older plan as it was.
+        promised = self.model_dump(
+            mode="json", exclude={"created", "amendments"}, exclude_defaults=True
+        )
+        return hashlib.sha256(json.dumps(promised, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Those of the plans that stood, from the first to this one."""
+        earlier = {a.before_digest for a in self.amendments if a.before_digest is not None}
+        return frozenset({self.digest, *earlier})
 
     @property
     def looks(self) -> int:
@@ -214,11 +271,18 @@ def freeze(plan: Plan, path: str | Path) -> Plan:
     """Write ``plan`` at the first submit; later keep the frozen one, with an amendment where the new one differs.
 
     Returns the plan that now stands. The folder of ``path`` holds the run folders; the runs with records are
-    named in the amendment, those of an earlier amendment too.
+    named in the amendment, those of an earlier amendment too. A first plan that comes after records is itself an amendment.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
+        known = tuple(
+            sorted(
+                f.parent.name for f in path.parent.glob("*/metrics.jsonl") if _is_training(f.parent)
+            )
+        )
+        if known:
+            plan = _amended(plan, {"plan": (None, "written when runs had records")}, known, None)
         draft = _write_beside(plan, path)
         try:
             os.link(draft, path)  # unlike a rename, fails where another submit was first
@@ -235,18 +299,25 @@ def freeze(plan: Plan, path: str | Path) -> Plan:
         *frozen.identities,
         *(_run_of(key) for amendment in frozen.amendments for key in amendment.diff),
     } - {None}
-    amendment = Amendment(
-        time=datetime.now(UTC).replace(microsecond=0),
-        diff=diff,
-        runs_done=tuple(
-            sorted(name for name in named if (path.parent / name / "metrics.jsonl").exists())
-        ),
-    )
-    amended = plan.model_copy(
-        update={"created": frozen.created, "amendments": (*frozen.amendments, amendment)}
-    )
+    done = sorted(name for name in named if (path.parent / name / "metrics.jsonl").exists())
+    plan = plan.model_copy(update={"created": frozen.created, "amendments": frozen.amendments})
+    amended = _amended(plan, diff, tuple(done), frozen.digest)
     os.replace(_write_beside(amended, path), path)
     return amended
+
+
+def _amended(
+    plan: Plan, diff: dict[str, tuple[Any, Any]], runs_done: tuple[str, ...], before: str | None
+) -> Plan:
+    now = datetime.now(UTC).replace(microsecond=0)
+    amendment = Amendment(time=now, diff=diff, runs_done=runs_done, before_digest=before)
+    return plan.model_copy(update={"amendments": (*plan.amendments, amendment)})
+
+
+def _is_training(folder: Path) -> bool:
+    """Whether a run folder holds what an endpoint could be read from; the warm-up does not."""
+    about = folder / "run.json"
+    return not about.is_file() or json.loads(about.read_text()).get("kind", "train") == "train"
 
 
 def _run_of(key: str) -> str | None:

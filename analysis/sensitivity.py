@@ -11,17 +11,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
 from analysis.checks import Check, Effect, Pair
+from analysis.control import above_control, control_stays_below
 from analysis.endpoint import Endpoint
-from analysis.load import FINISHED, steady
-from analysis.summaries import SummaryError, crossing, initial_value, summarise
+from analysis.load import steady
+from analysis.summaries import SummaryError, crossing, curve, initial_value, summarise
 
-JUDGING = ("alpha", "exclusion", "validity", "lost_run_rule", "pairing_unit")
+JUDGING = (
+    *("alpha", "exclusion", "validity", "lost_run_rule", "pairing_unit"),
+    *("switch", "arms", "plan"),
+)
 """Keys of the plan that decide a verdict; changed after results, they may have been chosen to please."""
 ONLY_EQUIVALENCE = ("margin", "ceiling", "non_inferiority")
 """Of an endpoint's keys those that a claim of difference does not rest on; any other one changed late ends every claim."""
-HARMLESS = ("margin_reason", "unit", "condition")
+HARMLESS = ("margin_reason", "unit")
+WHERE_ADDED = ("condition", "arms")
+"""What may be added late, and neither dropped nor changed: a condition narrows a claim, an arm widens Holm's family."""
+SAME = 1e-12
+"""Share of their size by which equal numbers may differ after rounding."""
+
+
+BY_RECORD = ("final_window_mean", "auc", "steps_to_threshold", "seconds_to_threshold")
+"""Summaries whose value depends on the steps at which the field was recorded."""
 
 
 def check_endpoint(
@@ -29,16 +42,20 @@ def check_endpoint(
 ) -> tuple[Check, ...]:
     """The checks that apply to ``endpoint``; ``values`` holds one number a finished run, per arm."""
     checks = [] if _censored(pair, endpoint) else [_resolution(endpoint, values)]
-    if any(amendment.runs_done for amendment in pair.plan.amendments):
+    if pair.plan.late:
         checks.append(_declared_first(pair, endpoint))
+    if endpoint.summary in BY_RECORD:
+        checks.append(_same_records(pair, endpoint))
+    if endpoint.kind == "other":
+        checks.append(_unguarded(endpoint))
     if endpoint.kind == "learning" and endpoint.threshold is None:
         checks += [
             _learned(pair, endpoint, values),
-            _above_control(pair, endpoint, values),
+            above_control(pair, endpoint, values),
             _headroom(endpoint, values),
         ]
     if endpoint.threshold is not None:
-        checks.append(_control_stays_below(pair, endpoint))
+        checks.append(control_stays_below(pair, endpoint))
     if endpoint.kind == "speed":
         learning = [e for e in pair.plan.primaries if e.kind == "learning" and e.threshold is None]
         checks += [_learned(pair, e, _values(pair, e)) for e in learning]
@@ -76,14 +93,21 @@ def _declared_first(pair: Pair, endpoint: Endpoint) -> Check:
     def bears(key: str) -> bool:
         return key == own or key.startswith(f"{own}.") or key.split(".")[0] in JUDGING
 
-    late = [a for a in pair.plan.amendments if a.runs_done and any(map(bears, a.diff))]
-    changed = sorted({key.removeprefix(f"{own}.") for a in late for key in a.diff if bears(key)})
-    changed = [key for key in changed if key not in HARMLESS]
+    def harmless(key: str, before: object) -> bool:
+        own_key = key.removeprefix(f"{own}.")
+        added = own_key.split(".")[0] in WHERE_ADDED and before is None
+        return own_key in HARMLESS or added
+
+    changes = [
+        (key.removeprefix(f"{own}."), len(amendment.runs_done))
+        for amendment in pair.plan.late
+        for key, (before, _) in amendment.diff.items()
+        if bears(key) and not harmless(key, before)
+    ]
+    changed = sorted({key for key, _ in changes})
     found = ""
     if changed:
-        found = (
-            f"post hoc: {', '.join(changed)} changed after {len(late[0].runs_done)} runs were done"
-        )
+        found = f"post hoc: {', '.join(changed)} changed after {changes[0][1]} runs were done"
     return Check(
         name=f"{endpoint.name} declared first",
         passed=not changed,
@@ -98,7 +122,7 @@ def _declared_first(pair: Pair, endpoint: Endpoint) -> Check:
 
 def _resolution(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
     """Identical values in an arm: no test is possible. Few distinct ones: the metric is coarse."""
-    distinct = {name: len(set(sample)) for name, sample in values.items()}
+    distinct = {name: _distinct(sample) for name, sample in values.items()}
     shown = {name: f"{distinct[name]} distinct of {len(values[name])}" for name in values}
     constant = [name for name, sample in values.items() if len(sample) > 1 and distinct[name] == 1]
     coarse = [name for name, sample in values.items() if distinct[name] < len(sample) / 2]
@@ -115,6 +139,63 @@ def _resolution(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Ch
         why="a metric that does not vary gives no spread to judge a difference by",
         found=found,
         effect="flag" if coarse and not constant else "invalid",
+        endpoints=(endpoint.name,),
+    )
+
+
+def _distinct(sample: Sequence[float]) -> int:
+    """How many different numbers there are, those that differ by rounding counted once."""
+    ordered = np.sort(np.asarray(sample, dtype=float))
+    if not len(ordered):
+        return 0
+    return 1 + int((np.diff(ordered) > SAME * np.abs(ordered).max()).sum())
+
+
+def _same_records(pair: Pair, endpoint: Endpoint) -> Check:
+    """An area, a window or a crossing read off other steps is another quantity."""
+    steps = {
+        name: {tuple(curve(endpoint, run).index) for run in runs}
+        for name, runs in pair.arms.items()
+    }
+    every = set().union(*steps.values())
+    found = ""
+    if len(every) > 1:
+        found = (
+            f"{endpoint.field} was recorded at other steps in some runs: {_first_difference(every)}"
+        )
+    return Check(
+        name=f"records of {endpoint.name}",
+        passed=len(every) <= 1 if every else None,
+        values={
+            name: f"{' or '.join(str(len(s)) for s in sorted(seen, key=len))} records"
+            for name, seen in steps.items()
+        },
+        bound="the field is recorded at the same steps in every run",
+        why=f"{endpoint.summary} depends on the steps at which it is read",
+        found=found,
+        effect="invalid",
+        endpoints=(endpoint.name,),
+    )
+
+
+def _first_difference(every: set[tuple[int, ...]]) -> str:
+    some = set().union(*every) - set.intersection(*map(set, every))
+    return f"step {min(some)} is in some and not in all"
+
+
+def _unguarded(endpoint: Endpoint) -> Check:
+    """What is neither speed nor learning has nothing that tells a true equality from an empty one."""
+    declared = endpoint.quantity is not None
+    return Check(
+        name=f"what {endpoint.name} measures",
+        passed=False,
+        values={},
+        bound="speed or learning, whose equality is guarded",
+        why="a figure that no difference between the arms could move is equal for nothing",
+        found="declared to be neither, so nothing guards its equality"
+        if declared
+        else f"endpoints.{endpoint.name}.quantity: say learning, speed or other",
+        effect="flag" if declared else "no_equivalence",
         endpoints=(endpoint.name,),
     )
 
@@ -152,72 +233,16 @@ def _learned(pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float
     )
 
 
-def _above_control(pair: Pair, endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
-    """Each arm must rise above runs of the same length whose learning rate was zero, by more than the margin."""
-    finished = [run for run in pair.experiment.controls if run.state == FINISHED]
-    sign = 1 if endpoint.direction == "higher" else -1
-    passed, found, shown = None, "", {}
-    bound = f"mean above the learning-rate-zero control by > margin ({endpoint.margin:g})"
-    try:
-        floor = [summarise(endpoint, run, pair.plan.exclusion) for run in finished]
-    except SummaryError as error:
-        floor, found = [], str(error)
-    if not pair.plan.has_control:
-        found = "the plan has no learning-rate-zero control (noise_floor.control)"
-    elif not floor:
-        found = found or "no learning-rate-zero control finished"
-    else:
-        level = float(np.mean(floor))
-        rises = {n: sign * (float(np.mean(v)) - level) for n, v in values.items() if len(v)}
-        least = endpoint.margin * (abs(level) if endpoint.scale == "ratio" else 1.0)
-        stuck = [name for name, rise in rises.items() if not rise > least]
-        passed = not stuck if len(rises) == len(values) else None
-        shown = {name: f"{rise:+.3g} over {level:.3g}" for name, rise in rises.items()}
-        found = f"{' and '.join(stuck)} no more than the margin above it" if stuck else ""
-    return Check(
-        name=f"control of {endpoint.name}",
-        passed=passed,
-        values=shown,
-        bound=bound,
-        why="what a run shows without learning is the floor; equality there says nothing",
-        found=found,
-        effect="no_equivalence",
-        endpoints=(endpoint.name,),
-    )
-
-
-def _control_stays_below(pair: Pair, endpoint: Endpoint) -> Check:
-    """A threshold that a run without learning crosses by chance measures chance."""
-    finished = [run for run in pair.experiment.controls if run.state == FINISHED]
-    try:
-        crossed = [run.folder for run in finished if crossing(endpoint, run).reached]
-        found = f"{', '.join(crossed)} crossed it" if crossed else ""
-    except SummaryError as error:
-        crossed, found = [str(error)], str(error)
-    if not finished:
-        found = "no learning-rate-zero control finished, or none is planned (noise_floor.control)"
-    return Check(
-        name=f"control of {endpoint.name}",
-        passed=not crossed if finished else None,
-        values={},
-        bound="the learning-rate-zero control stays below the threshold",
-        why="a threshold that is crossed without learning measures chance",
-        found=found,
-        effect="no_equivalence",
-        endpoints=(endpoint.name,),
-    )
-
-
 def _headroom(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Check:
     """At the ceiling every arm is equal; stay away from it by more than the margin to claim equality."""
     sign = 1 if endpoint.direction == "higher" else -1
     means = {name: float(np.mean(sample)) for name, sample in values.items() if len(sample)}
-    passed, found, bound = (
-        None,
-        "no ceiling is declared in the plan",
-        "distance to the ceiling > margin",
-    )
-    if endpoint.ceiling is not None:
+    passed, found, bound = False, "", "distance to the ceiling > margin"
+    if endpoint.ceiling is None:
+        found = "none is declared: say ceiling: 1.0 for a share, or ceiling: unbounded"
+    elif endpoint.ceiling == "unbounded":
+        passed = True
+    else:
         room = endpoint.margin * (abs(endpoint.ceiling) if endpoint.scale == "ratio" else 1.0)
         near = [name for name, mean in means.items() if sign * (endpoint.ceiling - mean) <= room]
         passed = not near
@@ -230,7 +255,7 @@ def _headroom(endpoint: Endpoint, values: Mapping[str, Sequence[float]]) -> Chec
         bound=bound,
         why="at the ceiling a difference cannot show",
         found=found,
-        effect="no_equivalence" if endpoint.ceiling is not None else "flag",
+        effect="no_equivalence",
         endpoints=(endpoint.name,),
     )
 
@@ -241,7 +266,7 @@ def _waiting(pair: Pair, endpoint: Endpoint) -> Check:
     shares = {}
     for name, runs in pair.arms.items():
         rows = [steady(run, pair.plan.exclusion) for run in runs]
-        if rows and all({"t_wait_s", "wall_s"} <= set(row) for row in rows):
+        if rows and all(_all_recorded(row, "t_wait_s", "wall_s") for row in rows):
             wall = sum(row["wall_s"].sum() for row in rows)
             if wall > 0:
                 shares[name] = float(sum(row["t_wait_s"].sum() for row in rows) / wall)
@@ -258,7 +283,11 @@ def _waiting(pair: Pair, endpoint: Endpoint) -> Check:
         values={name: f"{share:.0%} of the step" for name, share in shares.items()},
         bound=f"waiting for generation ≤ {limit:.0%} of the step",
         why="a trainer that waits hides how fast it is",
-        found=found if measured else "t_wait_s or wall_s was never recorded",
+        found=found if measured else "t_wait_s or wall_s is not recorded at every step",
         effect="no_equivalence",
         endpoints=(endpoint.name,),
     )
+
+
+def _all_recorded(rows: pd.DataFrame, *names: str) -> bool:
+    return all(name in rows and rows[name].notna().all() for name in names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.endpoint import STEPS, Endpoint, Rate
+from analysis.endpoint import CUMULATIVE, STEPS, Endpoint, Rate
 from analysis.load import RunRecord, steady
 from analysis.plan import ExclusionRules
 from analysis.thresholds import Crossing
@@ -91,19 +91,26 @@ def _total_rate(endpoint: Endpoint, run: RunRecord, rules: ExclusionRules) -> fl
         for name in names:
             if name == STEPS:
                 amount += len(rows)
-            elif name not in rows:
+                continue
+            if name not in rows:
                 raise SummaryError(f"{run.folder}: no record has the field {name}")
-            elif rows[name].isna().any():
-                missing = rows.index[rows[name].isna()][0]
+            added = _each_step(run, name)[rows.index]
+            if added.isna().any():
+                missing = added.index[added.isna()][0]
                 raise SummaryError(f"{run.folder}: {name} is missing at step {missing}")
-            else:
-                amount += float(rows[name].sum())
+            amount += float(added.sum())
         return amount
 
     denominator = total(endpoint.field.denominator)
     if denominator == 0:
         raise SummaryError(f"{run.folder}: {' + '.join(endpoint.field.denominator)} sums to 0")
     return total(endpoint.field.numerator) / denominator
+
+
+def _each_step(run: RunRecord, name: str) -> pd.Series:
+    """What every training step added; a field that counts from the start of the run is taken apart again."""
+    column = run.training[name]
+    return column - column.shift(fill_value=0) if name in CUMULATIVE else column
 
 
 def mean_over_steps(metrics: pd.DataFrame, field: str) -> float:

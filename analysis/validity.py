@@ -66,6 +66,12 @@ def accounting(pair: Pair) -> Finding:
     if p_value < rule.fisher_p:
         problems.append(f"runs were lost unevenly, Fisher p = {p_value:.3g}")
     problems += [f"{name}: no finished run" for name in pair.names if not finished[name]]
+    seeds = len(pair.plan.seeds)
+    problems += [
+        f"{name}: the plan has {seeds} seeds and {planned[name]} runs"
+        for name in pair.names
+        if planned[name] != seeds
+    ]
     return Finding(not problems, values, "; ".join(problems))
 
 

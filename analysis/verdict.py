@@ -108,15 +108,20 @@ def decide(
 
 
 def judge(experiment: Experiment) -> tuple[EndpointResult, ...]:
-    """Verdicts in the order candidates x endpoints; Holm's family is every primary of every candidate."""
+    """Verdicts in the order candidates x endpoints; Holm's family is every primary of every candidate.
+
+    A primary that is dropped or demoted when runs have records stays in the family, without a rejection where it is gone.
+    """
     plan = experiment.plan
     measured = [m for name in plan.candidates for m in measure(Pair(experiment, name))]
-    primaries = [m for m in measured if m.endpoint.primary]
+    primaries = [m for m in measured if m.endpoint.name in plan.primaries_ever]
     # An endpoint without a usable p-value stays in the family it was declared in, and takes no rejection from it.
     family = [
         1.0 if m.p_difference is None or any(c.refuses for c in m.checks) else m.p_difference
         for m in primaries
     ]
+    dropped = set(plan.primaries_ever) - {endpoint.name for endpoint in plan.endpoints}
+    family += [1.0] * (len(dropped) * len(plan.candidates))
     adjusted = [float(p) for p in multipletests(family, method="holm")[1]]
     holm = {(m.candidate, m.endpoint.name): p for m, p in zip(primaries, adjusted)}
     return tuple(_conclude(m, holm.get((m.candidate, m.endpoint.name))) for m in measured)
@@ -135,6 +140,8 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
             f"{refusing[0].name}{more}",
             tuple(f"{check.name}: {check.found}" for check in refusing),
         )
+    elif measured.pending:
+        decision = _wait_for(measured.pending)
     elif measured.race is not None:
         decision = _decide_race(measured, p_holm)
         said = race_cautions(measured)
@@ -158,6 +165,7 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
         measured.baseline,
         measured.race or comparison,
         _outlook(endpoint, decision),
+        one_start=any(c.name == "same initial checkpoint" and c.passed for c in measured.checks),
     )
     if measured.finishers and decision.verdict != Verdict.INVALID:
         may = f"Among the runs that finished ({measured.finishers}): {may}"
@@ -165,6 +173,16 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
     if endpoint.condition and decision.verdict != Verdict.INVALID:
         may = f"{may} This holds where {endpoint.condition.strip().rstrip('.')}."
     return EndpointResult(measured, p_holm, decision, omissions, said, may, may_not)
+
+
+def _wait_for(pending: Sequence[str]) -> Decision:
+    """A verdict before the last run has ended would be a look that nobody counted."""
+    verb = "has" if len(pending) == 1 else "have"
+    return Decision(
+        Verdict.INCONCLUSIVE,
+        f"{len(pending)} planned run{'s' * (len(pending) > 1)} {verb} not ended",
+        (f"not ended: {'; '.join(pending)}",),
+    )
 
 
 def _decide_race(measured: Measurement, p_holm: float | None) -> Decision:

@@ -91,8 +91,12 @@ def sentences(
     baseline: str,
     comparison: Comparison | Race | None,
     outlook: str,
+    one_start: bool = True,
 ) -> tuple[str, str]:
-    """(may be written, may not be written). ``outlook``: why INVALID, or what would settle INCONCLUSIVE."""
+    """(may be written, may not be written). ``outlook``: why INVALID, or what would settle INCONCLUSIVE.
+
+    one_start: whether it was verified that all runs began from one checkpoint.
+    """
     pair, name = f"{candidate} and {baseline}", endpoint.name
     if isinstance(comparison, Race) and verdict != "INVALID":
         return _race_sentences(verdict, endpoint, candidate, baseline, comparison)
@@ -101,7 +105,11 @@ def sentences(
             f"The runs support no statement about {name}: {outlook}.",
             f"Any comparison of {pair} in {name}, with or without numbers.",
         )
-    same_start = "trained from one initial checkpoint"
+    same_start = (
+        "trained from one initial checkpoint"
+        if one_start
+        else "trained from initial checkpoints that were not compared"
+    )
     if verdict == "EQUIVALENT":
         return (
             f"{pair}, {same_start}, are equivalent in {name} within {margin(endpoint)} "

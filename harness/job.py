@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
+from analysis.plan import Plan
 from harness import container, fingerprints, inputs, notify, requeue
 from harness.causes import kills_for_memory
 from harness.cluster import Cluster
@@ -170,6 +171,7 @@ def _attempt(
             "pid": os.getpid(),
             **fingerprints.scheduler(),
             "command": arguments,
+            "plan": plan_digest(folder),
             "fingerprints": prints,
             "packages": installed,
         },
@@ -340,6 +342,12 @@ def inherited(folder: RunFolder) -> dict[str, Any]:
         passed = all(figure["passed"] for figure in figures.values())
         facts["conformance"] = {"passed": passed, "pairs": figures}
     return facts
+
+
+def plan_digest(folder: RunFolder) -> str | None:
+    """That of the plan which stands now, None where there is none: the report knows by it that the plan is the same."""
+    path = folder.path.parent / "plan.json"
+    return Plan.load(path).digest if path.exists() else None
 
 
 def main(

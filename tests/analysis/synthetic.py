@@ -161,7 +161,7 @@ def write_experiment(
         order=tuple(identities),
         pairing_unit=pairing_unit,
     )
-    freeze(plan, folder / "plan.json")
+    plan = freeze(plan, folder / "plan.json")
     start = 1.79e9
     for name, run in identities.items():
         key = (run.system, run.seed)
@@ -182,7 +182,8 @@ def write_experiment(
             if edit_record:
                 edit_record(run.system, run.seed, record)
         kept = records[: steps // 2] if reason else records
-        write_run(folder / name, facts, kept, reason, host=hosts(run.system, run.seed))
+        host = hosts(run.system, run.seed)
+        write_run(folder / name, facts, kept, reason, host=host, plan=plan.digest)
     return folder
 
 
@@ -320,6 +321,7 @@ def write_run(
     records: list[dict[str, Any]],
     reason: str | None,
     host: str,
+    plan: str,
 ) -> None:
     attempt = folder / "attempts" / "01"
     attempt.mkdir(parents=True)
@@ -327,7 +329,9 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (folder / "heartbeat.json").write_text(json.dumps({"phase": "train", "step": len(records) - 1}))
     times = [record["time_unix"] for record in records]
-    (attempt / "start.json").write_text(json.dumps({"time": times[0] - 8, "host": host}))
+    (attempt / "start.json").write_text(
+        json.dumps({"time": times[0] - 8, "host": host, "plan": plan})
+    )
     end = {"reason": reason or "finished", "state": "FAILED" if reason else "DONE"}
     (attempt / "end.json").write_text(json.dumps({**end, "ended": times[-1] + 2}))
     if reason is None:

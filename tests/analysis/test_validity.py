@@ -102,6 +102,9 @@ FAULTS = {
     "run accounting": ({"seeds": (0, 1, 2, 3), "lost": {("molt", 0): "oom", ("molt", 1): "oom"}}, "molt: 2 runs lost"),
 }  # fmt: skip
 
+ALSO_OF_LEARNING = "same hardware for learning"
+"""The flag beside the refusal of "same hardware"."""
+
 MORE_FAULTS = {
     "policy updated": [
         (set_field("optimizer_steps", 0, step=0), "optimizer_steps rises in 0% of the steps"),
@@ -143,7 +146,9 @@ def planted(tmp_path, fault):
 
 def test_a_sound_experiment_passes_every_check(sound):
     assert {name: check.passed for name, check in checks_of(sound).items()} == dict.fromkeys(
-        [*FAULTS, "not restarted", "nothing beyond the plan"], True
+        [*FAULTS, "not restarted", "nothing beyond the plan", "no result removed", "plan as frozen"]
+        + [ALSO_OF_LEARNING],
+        True,
     )
 
 
@@ -151,7 +156,7 @@ def test_a_sound_experiment_passes_every_check(sound):
 def test_a_fault_fails_its_check_and_no_other(tmp_path, name):
     fault, message = FAULTS[name]
     failing = {n: c for n, c in checks_of(planted(tmp_path, fault)).items() if c.passed is not True}
-    assert list(failing) == [name]
+    assert [n for n in failing if n != ALSO_OF_LEARNING] == [name]
     assert message in failing[name].found
 
 
@@ -228,6 +233,8 @@ def test_a_missing_conformance_is_unverified_and_caps_equivalence(tmp_path):
 
 def test_hardware_guards_speed_and_not_learning(sound):
     assert checks_of(sound)["same hardware"].endpoints == (TRAINER_TIME.name, STEP_TIME.name)
+    flag = checks_of(sound)[ALSO_OF_LEARNING]
+    assert flag.endpoints == (ACCURACY.name,) and flag.effect == "flag"
 
 
 def sensitivity(folder, endpoint, values):
