@@ -43,8 +43,8 @@ slurm-stop:  ## end it
 test-slurm: setup  ## run the tests that need that Slurm; without one they are NOT RUN and say so
 	@$(RUN) -m pytest tests/slurm
 
-mutants: setup  ## plant every fault of tests/mutants in a copy and demand that its tests fail
-	@$(RUN) -m tests.mutants
+mutants: setup  ## plant every fault of tests/mutants in a copy and demand that its tests fail (WITHIN=600: seconds)
+	@$(RUN) -m tests.mutants $(if $(WITHIN),--within $(WITHIN))
 
 lint: setup  ## check format and style
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check .

@@ -66,3 +66,12 @@ def test_faults_that_cannot_be_planted_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(command_line, "run_tests", broken)
     assert command_line.main([MUTANTS[0].name]) == 2
     assert "no fault was planted: pytest could not run" in capsys.readouterr().err
+
+
+def test_faults_that_no_time_is_left_for_are_counted(monkeypatch, capsys):
+    monkeypatch.setattr(
+        command_line, "run_tests", lambda tree, tests: dict.fromkeys(tests, "passed")
+    )
+    monkeypatch.setattr(command_line, "survives", lambda mutant, folder: [])
+    assert command_line.main(["--within", "0"]) == 0
+    assert f"{len(MUTANTS)} were not planted: 0 s were over" in capsys.readouterr().out
