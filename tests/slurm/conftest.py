@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from harness import prepare, scheduler
 from harness.cluster import PROFILES, Cluster, Container, load_cluster
 from harness.container import Image, known_image
 from harness.expand import expand
+from harness.run_folder import RunFolder
 from harness.slurm import submit_arrays
 from harness.spec import load
 from harness.status import read_statuses
 from harness.submit import submit
+from harness.sync import ensure_store
+from harness.tracking import Tracker
 from slurm.local import cluster
 from tests.harness.conftest import STAND_IN, TRAIN
 from tests.harness.test_spec import write
@@ -147,6 +152,31 @@ def boxed(light, tmp_path):
         return light(train=train, seeds="[0]", image=image, **options), profile
 
     return make
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory) -> Path:
+    """A database of MLflow's, which takes seconds to make; each test has a copy."""
+    folder = tmp_path_factory.mktemp("store")
+    ensure_store(folder, f"sqlite:///{folder}/mlflow.db")
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def mlflow_says(empty_store, tmp_path):
+    """mlflow_says(run folder) -> the status of its one MLflow run, after a pass of `harness.sync`."""
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
+
+    def says(folder: RunFolder) -> str:
+        scheduler.forget()
+        Tracker(folder.path.parent, uri).sync()
+        client = MlflowClient(uri)
+        experiment = client.get_experiment_by_name(folder.path.parents[1].name)
+        wanted = f"tags.identity = '{folder.run['identity']}'"
+        (found,) = client.search_runs([experiment.experiment_id], wanted)
+        return found.info.status
+
+    return says
 
 
 def send(expansion, profile: Cluster = LOCAL, only: str | None = None) -> dict[str, str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
+
+import pytest
 
 from harness.cluster import Attempts
 from harness.run_folder import RunFolder, read_json
@@ -59,12 +62,15 @@ def steps_of(folder: RunFolder) -> list[int]:
     return [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
 
 
-def test_a_preempted_run_saves_goes_back_and_ends_as_if_nothing_had_been(light):
+def test_a_preempted_run_saves_goes_back_and_ends_as_if_nothing_had_been(light, mlflow_says):
     low = LOCAL.model_copy(update={"partition": "low", "sbatch": {"nodelist": "node2"}})
     folder, expansion = only_train(light, slow(1.0), low)
     high = ["sbatch", "--parsable", "--partition=main", "--nodelist=node2", "--exclusive"]
     run(*high, "--output=/dev/null", "--wrap", "sleep 2")
+    wait_until(lambda: folder.end)
+    assert mlflow_says(folder) in ("SCHEDULED", "RUNNING")  # the same run goes on
     assert settled(expansion)[folder.name] == "DONE"
+    assert mlflow_says(folder) == "FINISHED"
     first, last = ends(folder)
     assert first["state"] == "PREEMPTED"
     assert (
@@ -75,41 +81,47 @@ def test_a_preempted_run_saves_goes_back_and_ends_as_if_nothing_had_been(light):
     assert steps_of(folder) == [1, 2, 3, 4, 5]  # none lost, none twice
 
 
-def test_a_run_over_its_time_limit_goes_on_in_its_next_attempt(light):
+def test_a_run_over_its_time_limit_goes_on_in_its_next_attempt(light, mlflow_says):
     """Slurm's shortest limit is a minute, and it signals up to a minute early."""
     folder, expansion = only_train(
         light, slow(12), resources=", hang_after_s: 100", limit="00:01:00"
     )
+    wait_until(lambda: folder.end, 120)
+    assert mlflow_says(folder) in ("SCHEDULED", "RUNNING")
     assert settled(expansion, 240)[folder.name] == "DONE"
+    assert mlflow_says(folder) == "FINISHED"
     found = ends(folder)
     assert [end["state"] for end in found] == ["TIMEOUT"] * (len(found) - 1) + ["DONE"]
     assert len(found) >= 2
     assert steps_of(folder) == sorted(set(steps_of(folder)))
 
 
-def test_a_run_whose_node_lost_power_goes_on_elsewhere(light):
+def test_a_run_whose_node_lost_power_goes_on_elsewhere(light, mlflow_says):
     folder, expansion = only_train(light, slow(3.0))
     node = read_json(folder.attempts[0] / "start.json")["slurmd_nodename"]
     cluster.kill_node(node)
     try:
         # sacct says NODE_FAIL as soon as slurmctld has put the job back; nobody may call the run dead.
-        seen = set()
+        seen, tracked = set(), set()
 
         def back():
             seen.add(status_of(expansion, folder.name).state)
+            tracked.add(mlflow_says(folder))
             return len(folder.attempts) > 1
 
         wait_until(back, 120)
         assert seen <= {"RUNNING", "WAITING", "UNKNOWN"}
+        assert tracked <= {"RUNNING", "SCHEDULED"}
     finally:
         cluster.start_node(node)
     assert settled(expansion, 90)[folder.name] == "DONE"
+    assert mlflow_says(folder) == "FINISHED"
     first, last = ends(folder)
     assert first["state"] == "NODE_FAIL" and first["reason"] == f"NODE_FAIL: {node} failed"
     assert read_json(folder.attempts[1] / "start.json")["slurmd_nodename"] != node
 
 
-def test_a_cancelled_run_is_killed_and_leaves_no_process(light, tmp_path):
+def test_a_cancelled_run_is_killed_and_leaves_no_process(light, mlflow_says, tmp_path):
     daemon = tmp_path / "daemon"
     body = f"""
 import subprocess
@@ -117,13 +129,15 @@ child = subprocess.Popen(["setsid", "sleep", "600"])
 Path({str(daemon)!r}).write_text(str(child.pid))
 """ + slow(1.0)
     folder, expansion = only_train(light, body)
+    assert mlflow_says(folder) == "RUNNING"
     cancel_jobs(expansion.folder, [folder.name])
     assert settled(expansion)[folder.name] == "KILLED"
+    assert mlflow_says(folder) == "KILLED"
     assert status_of(expansion, folder.name).why == "the job was told to end (SIGTERM)"
     assert not run("sh", "-c", "ps -eo args | grep '^setsid sleep 60[0]\\|^sleep 60[0]' || true")
 
 
-def test_a_run_that_is_preempted_more_often_than_it_may_be_stays_out(light):
+def test_a_run_that_is_preempted_more_often_than_it_may_be_stays_out(light, mlflow_says):
     profile = LOCAL.model_copy(
         update={
             "partition": "low",
@@ -135,6 +149,7 @@ def test_a_run_that_is_preempted_more_often_than_it_may_be_stays_out(light):
     high = ["sbatch", "--parsable", "--partition=main", "--nodelist=node2", "--exclusive"]
     run(*high, "--output=/dev/null", "--wrap", "sleep 2")
     assert settled(expansion)[folder.name] == "PREEMPTED"
+    assert mlflow_says(folder) == "KILLED"
     assert (
         "not put back into the queue: preempted 1 of at most 0 times" in ends(folder)[0]["reason"]
     )
@@ -158,7 +173,7 @@ if os.uname().nodename == "node1":
     assert nodes[0] == "node1" and states == ["INFRA", "DONE"] and nodes[1] != "node1"
 
 
-def test_a_hang_ends_the_job_with_the_stacks_of_every_process(light):
+def test_a_hang_ends_the_job_with_the_stacks_of_every_process(light, mlflow_says):
     body = """
 import multiprocessing
 def deadlock():
@@ -172,6 +187,7 @@ deadlock()
 """
     folder, expansion = only_train(light, body, resources=", hang_after_s: 5")
     assert settled(expansion)[folder.name] == "HANG"
+    assert mlflow_says(folder) == "FAILED"
     (end,) = ends(folder)
     assert (
         end["reason"].startswith("HANG: no progress for") and "training at step 2" in end["reason"]
@@ -179,6 +195,38 @@ deadlock()
     stacks = [f.read_text() for f in (folder.attempts[0] / "stacks").glob("*.txt")]
     assert any("in deadlock" in text for text in stacks), stacks
     assert len([text for text in stacks if "most recent call first" in text]) >= 2
+
+
+@pytest.fixture
+def little_memory():
+    """A control group of 96 MB; its file that takes processes in."""
+    mounted = Path("/sys/fs/cgroup")
+    first = mounted / "memory" if (mounted / "memory").is_dir() else mounted
+    group = first / f"molt-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        name = "memory.limit_in_bytes" if first.name == "memory" else "memory.max"
+        (group / name).write_text(str(96 << 20))
+    except OSError as error:
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    yield group / "cgroup.procs"
+    group.rmdir()
+
+
+def test_a_run_that_the_kernel_kills_for_memory_is_out_of_memory(light, mlflow_says, little_memory):
+    body = f"""
+beat("training", 1)
+open({str(little_memory)!r}, "w").write("0")
+hoard = []
+while True:
+    hoard.append(b"x" * (1 << 20))
+"""
+    expansion = light(train=body, seeds="[0]")
+    folder = RunFolder(expansion.folder / expansion.replicates[0].name)
+    send(expansion, only=folder.name)
+    assert settled(expansion)[folder.name] == "OOM"
+    assert folder.end["reason"].startswith("OOM: the kernel killed for memory on this node")
+    assert mlflow_says(folder) == "FAILED"
 
 
 def test_a_scheduler_that_does_not_answer_makes_nobody_dead(light):
@@ -210,7 +258,7 @@ def test_a_run_that_is_requeued_by_hand_goes_on(light):
     assert [end["state"] for end in ends(folder)] == ["KILLED", "DONE"]
 
 
-def test_a_job_that_is_killed_outright_is_dead_only_when_slurm_says_so(light):
+def test_a_job_that_is_killed_outright_is_dead_only_when_slurm_says_so(light, mlflow_says):
     """Nothing is written, and the account is Slurm's."""
     body = """
 beat("starting", 0)
@@ -219,6 +267,8 @@ os.kill(os.getppid(), 9)
 time.sleep(600)
 """
     folder, expansion = only_train(light, body)
+    assert mlflow_says(folder) == "RUNNING"
     assert settled(expansion)[folder.name] == "KILLED"
+    assert mlflow_says(folder) == "KILLED"  # nobody was there to say so: the pass itself repairs it
     assert [read_json(attempt / "end.json") for attempt in folder.attempts] == [None]
     assert "before it could write why" in status_of(expansion, folder.name).why
