@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from slurm.local import cluster
 from tests.harness.conftest import STAND_IN, TRAIN
 from tests.harness.test_spec import write
 
+NO_SLURM = "No Slurm: start one by `make slurm-local`, then `make test-slurm`"
 HERE = Path(__file__).parent
 LOCAL = load_cluster(PROFILES / "local.yaml")
 
@@ -35,19 +37,15 @@ def pytest_collection_modifyitems(items):
     if not cluster.running():
         for item in items:
             if item.path.is_relative_to(HERE):
-                item.add_marker(pytest.mark.skip(reason="no Slurm"))
+                item.add_marker(pytest.mark.skip(reason=NO_SLURM))
 
 
 def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", [])
-    count = sum("tests/slurm" in report.nodeid for report in skipped)
-    if count:
-        remedy = "start one by `make slurm-local`, then `make test-slurm`"
-        terminalreporter.write_line(
-            f"NOT RUN: {count} tests of tests/slurm, for want of a Slurm; {remedy}",
-            red=True,
-            bold=True,
-        )
+    why = [report.longrepr[2] for report in skipped if "tests/slurm" in report.nodeid]
+    for reason, count in Counter(why).items():
+        said = f"NOT RUN: {count} tests of tests/slurm. {reason}"
+        terminalreporter.write_line(said, red=True, bold=True)
 
 
 @pytest.fixture(autouse=True)
