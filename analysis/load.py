@@ -1,8 +1,9 @@
 """Run folders in, frozen records and pandas frames out. The only module that knows how a run lies on disk.
 
 A run counts as finished where ``done.json`` exists and in no other case. Runs that were planned and are absent, or have
-no ``done.json``, are lost, with the best reason the folder gives. A step recorded by two attempts counts once, as the
-later attempt saw it. A value that is not finite is refused and named: it never enters a mean.
+no ``done.json``, or whose files cannot be read, are lost, with the best reason the folder gives. A step recorded by two
+attempts counts once, as the later attempt saw it. A value that is no finite number is refused and named: it never enters a
+mean.
 
     experiment = load_experiment("runs/moe_vl/tiny")
     experiment.finished("molt")[0].metrics["reward_mean"]
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +28,20 @@ from analysis.plan import ExclusionRules, Plan
 FINISHED, LOST, NOT_STARTED, AT_WORK = "finished", "lost", "not started", "at work"
 FRESH_S = 900.0
 """Seconds since its last sign of life in which a run without an end may still be at work."""
+TEXT_FIELDS = ("phase", "_fingerprint")
+"""How the names of the records' fields end that hold text; all others hold numbers, or counts by reason."""
+LARGEST = 1e100
+"""No quantity of a run is larger, and the square of one that is would be no number any more."""
+SECTIONS = (
+    "config",
+    "config.loop",
+    "config.engine",
+    "config.trainer",
+    "config.probe",
+    "conformance",
+    "fingerprints",
+)
+"""Keys of run.json that hold an object where they are there."""
 
 
 class LoadError(ValueError):
@@ -110,20 +126,21 @@ class Experiment:
 
 
 def load_experiment(folder: str | Path) -> Experiment:
-    """Read ``runs/<experiment>/<scale>``. Raises PlanError without a plan, LoadError on a broken record."""
+    """Read ``runs/<experiment>/<scale>``; a run that cannot be read is lost. Raises PlanError without a plan."""
     folder = Path(folder)
     plan = Plan.load(folder / "plan.json")
     runs: dict[str, list[RunRecord]] = {"replicate": [], "control": [], "repeat": []}
     for name, run in plan.identities.items():
-        record = load_run(folder / name, system=run.system, seed=run.seed, identity=run.identity)
-        runs[run.purpose].append(record)
+        planned = {"system": run.system, "seed": run.seed, "identity": run.identity}
+        runs[run.purpose].append(_load_or_lose(folder / name, planned))
     systems = {arm.name for arm in plan.arms}
     beyond = []
     for path in sorted(folder.glob("*/run.json")):
-        facts = _read_json(path)
-        replicate = facts.get("system") in systems and facts.get("kind", "train") == "train"
-        if replicate and path.parent.name not in plan.identities:
-            beyond.append(load_run(path.parent, planned=False))
+        if path.parent.name in plan.identities:
+            continue
+        found = _load_or_lose(path.parent, {})
+        if found.system in systems and found.run.get("kind", "train") == "train":
+            beyond.append(found)
     return Experiment(
         folder,
         plan,
@@ -134,6 +151,24 @@ def load_experiment(folder: str | Path) -> Experiment:
     )
 
 
+def _load_or_lose(folder: Path, planned: Mapping[str, Any]) -> RunRecord:
+    """The run, or, where its files break the contract, a lost one whose reason says which and how."""
+    try:
+        return load_run(folder, **planned, planned=bool(planned))
+    except LoadError as error:
+        return RunRecord(
+            folder=folder.name,
+            system=planned.get("system") or re.sub(r"-s\d+-\w+$", "", folder.name),
+            seed=planned.get("seed", 0),
+            identity=planned.get("identity", ""),
+            state=LOST,
+            reason=f"cannot be read: {error}",
+            run={},
+            metrics=_no_records(),
+            planned=bool(planned),
+        )
+
+
 def load_run(
     folder: str | Path,
     *,
@@ -142,7 +177,10 @@ def load_run(
     identity: str | None = None,
     planned: bool = True,
 ) -> RunRecord:
-    """Read one run folder; system, seed and identity are what the plan says, and must be what the run says."""
+    """Read one run folder; system, seed and identity are what the plan says, and must be what the run says.
+
+    Raises LoadError that names file and key.
+    """
     folder = Path(folder)
     path = folder / "run.json"
     facts = _read_json(path) if path.is_file() else {}
@@ -154,9 +192,11 @@ def load_run(
             raise LoadError(
                 f"{path}: {key} is {facts[key]!r}, the plan names {value!r} for this folder"
             )
+    _require_sections(path, facts)
     metrics, faults = read_metrics(folder / "metrics.jsonl")
     faults += _changed_since(folder)
-    attempts = sorted(entry for entry in folder.glob("attempts/*") if entry.is_dir())
+    entries = [entry for entry in folder.glob("attempts/*") if entry.name.isdecimal()]
+    attempts = sorted((entry for entry in entries if entry.is_dir()), key=lambda e: int(e.name))
     state, reason = _state(folder, attempts)
     return RunRecord(
         folder=folder.name,
@@ -183,22 +223,23 @@ def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
     leaves one.
     """
     if not path.is_file():
-        return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
+        return _no_records(), ()
     by_step: dict[int, dict[str, Any]] = {}
     repeated: set[int] = set()
-    text = path.read_text()
-    lines = text.split("\n")
+    lines = _read_text(path).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
+        except ValueError as error:
+            if number == len(lines) and isinstance(error, json.JSONDecodeError):
                 break
             raise LoadError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise LoadError(f"{path}:{number}: a record needs an integer step")
+        if type(record.get("attempt", 1)) is not int:
+            raise LoadError(f"{path}:{number}: attempt is {record['attempt']!r}, not an integer")
         earlier = by_step.get(record["step"])
         if (
             earlier is not None
@@ -213,18 +254,33 @@ def read_metrics(path: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
     for step in sorted(by_step):
         row = {}
         for name, value in by_step[step].items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and all(map(_is_number, value.values())):
                 value = sum(value.values())
-            if isinstance(value, float) and not math.isfinite(value):
-                faults.append(f"{path.parent.name}: {name} is {value} at step {step}")
-                continue
-            row[name] = value
+            if value is None or _is_number(value) or _is_text(name, value):
+                row[name] = math.nan if value is None else value
+            else:
+                shown = (
+                    repr(value)[:40] if isinstance(value, (str, list, dict)) else f"{value}"[:40]
+                )
+                faults.append(f"{path.parent.name}: {name} is {shown} at step {step}")
         rows.append(row)
     if not rows:
-        return pd.DataFrame(index=pd.Index([], name="step", dtype=int)), ()
+        return _no_records(), ()
     frame = pd.DataFrame(rows).set_index("step")
     frame.attrs["repeated_steps"] = len(repeated)
     return frame, tuple(faults)
+
+
+def _no_records() -> pd.DataFrame:
+    return pd.DataFrame(index=pd.Index([], name="step", dtype=int))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -LARGEST < value < LARGEST
+
+
+def _is_text(name: str, value: Any) -> bool:
+    return isinstance(value, str) and name.endswith(TEXT_FIELDS)
 
 
 def steady(run: RunRecord, rules: ExclusionRules) -> pd.DataFrame:
@@ -257,22 +313,35 @@ def _changed_since(folder: Path) -> tuple[str, ...]:
 
 
 def _spans(attempts: list[Path]) -> Iterator[Attempt]:
-    """Attempts with a recorded start; a job that records none (an external system) has no place in a timeline."""
+    """Attempts with the time of their start; one that records none (an external system) has no place in a timeline."""
     for path in attempts:
         if not (path / "start.json").is_file():
             continue
         start = _read_json(path / "start.json")
         end = _read_json(path / "end.json") if (path / "end.json").is_file() else {}
+        if not _is_number(start.get("time")):
+            continue
         host = start.get("slurm_job_nodelist") or start.get("host", "unknown host")
+        packages = start.get("packages")
         yield Attempt(
             int(path.name),
-            host,
-            start["time"],
-            end.get("ended"),
-            end.get("state", "no end recorded"),
-            start.get("packages", {}),
+            str(host),
+            float(start["time"]),
+            float(end["ended"]) if _is_number(end.get("ended")) else None,
+            str(end.get("state", "no end recorded")),
+            packages if isinstance(packages, dict) else {},
             start.get("plan"),
         )
+
+
+def _require_sections(path: Path, facts: Mapping[str, Any]) -> None:
+    """Raises LoadError where a key that holds an object holds something else."""
+    for key in SECTIONS:
+        value: Any = facts
+        for part in key.split("."):
+            value = value.get(part, {})
+        if not isinstance(value, dict):
+            raise LoadError(f"{path}: key {key} is {json.dumps(value)[:40]}, an object is expected")
 
 
 def _state(folder: Path, attempts: list[Path]) -> tuple[str, str]:
@@ -295,10 +364,18 @@ def _state(folder: Path, attempts: list[Path]) -> tuple[str, str]:
     return state, "no done.json and no heartbeat"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        value = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
         raise LoadError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise LoadError(f"{path}: a JSON object is expected")

@@ -121,15 +121,75 @@ def test_a_torn_line_inside_is_an_error_that_names_the_line(tmp_path):
         read_metrics(path)
 
 
-def test_a_folder_of_another_identity_is_refused(tmp_path):
+def test_a_folder_of_another_identity_is_not_the_planned_run(tmp_path):
     folder = write_experiment(
         tmp_path,
         seeds=(0, 1, 2),
         steps=4,
-        edit_run=lambda s, seed, run: run.update(identity="other"),
+        edit_run=lambda s, seed, run: (
+            run.update(identity="other") if (s, seed) == ("molt", 1) else None
+        ),
     )
-    with pytest.raises(LoadError, match="identity is 'other'"):
-        load_experiment(folder)
+    run = load_experiment(folder).of("molt")[1]
+    assert run.state == LOST and "identity is 'other'" in run.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("0.9", "'0.9'"), ("x", "'x'"), (True, "True"), ([1], "[1]"), (1e300, "1e+300"), (10**400, "1000"),
+     ({"a": "x"}, "{'a': 'x'}")],
+)  # fmt: skip
+def test_what_is_no_number_is_refused_by_name_and_never_enters_a_mean(tmp_path, value, shown):
+    lines = [{"step": 1, "loss": 2.0, "phase": "train"}, {"step": 2, "loss": value}]
+    metrics, faults = read_metrics(write_lines(tmp_path / "metrics.jsonl", lines))
+    assert list(metrics["loss"].dropna()) == [2.0] and metrics["loss"].dtype == float
+    (fault,) = faults
+    assert f"loss is {shown}" in fault and fault.endswith("at step 2")
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda run: (run / "run.json").write_bytes(b"\xff\xfe"), "run.json: cannot be read"),
+        (lambda run: (run / "run.json").write_text("[]"), "run.json: a JSON object is expected"),
+        (lambda run: edit_json(run / "run.json", config=None), "run.json: key config is null"),
+        (lambda run: edit_json(run / "run.json", config={"loop": 3}), "key config.loop is 3"),
+        (lambda run: edit_json(run / "run.json", conformance=None), "key conformance is null"),
+        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n"), "metrics.jsonl: cannot be read"),
+        (lambda run: (run / "metrics.jsonl").write_text("{}\n"), "metrics.jsonl:1: a record needs"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "attempt": "x"}\n'), "attempt is 'x'"),
+        (lambda run: (run / "done.json").write_text(""), "done.json: not JSON"),
+        (lambda run: (run / "attempts/01/start.json").write_text("{"), "start.json: not JSON"),
+    ],
+)  # fmt: skip
+def test_a_run_that_cannot_be_read_is_lost_and_stops_no_other(tmp_path, damage, reason):
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2, 3), steps=6)
+    (run,) = folder.glob("molt-s1-*")
+    damage(run)
+    runs = load_experiment(folder).of("molt")
+    assert [r.state for r in runs] == [FINISHED, LOST, FINISHED, FINISHED]
+    assert reason in runs[1].reason and runs[1].reason.startswith("cannot be read: ")
+
+
+def test_an_attempt_without_a_time_has_no_place_in_a_timeline(tmp_path):
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=4)
+    (run,) = folder.glob("molt-s1-*")
+    (run / "attempts/01/start.json").write_text("{}")
+    (run / "attempts/tmp").mkdir()
+    found = load_experiment(folder).of("molt")[1]
+    assert found.state == FINISHED and found.spans == () and found.attempts == 1
+
+
+def test_an_unreadable_folder_beyond_the_plan_is_still_shown(tmp_path):
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=4)
+    (folder / "molt-s9-deadbeef").mkdir()
+    (folder / "molt-s9-deadbeef" / "run.json").write_text("{")
+    (beyond,) = load_experiment(folder).beyond
+    assert (beyond.system, beyond.state) == ("molt", LOST)
 
 
 def test_a_run_that_the_plan_does_not_name_stands_apart(tmp_path):
