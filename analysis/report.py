@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis import latex, plots, plots_runs, wording
-from analysis.calibration import ALLOWED, cells
+from analysis.calibration import ALLOWED, Cell, cells, grids
 from analysis.inference import Verdict
 from analysis.load import Experiment, LoadError, load_experiment
 from analysis.plan import PlanError
@@ -113,19 +113,22 @@ def _figures(experiment: Experiment, results: tuple[EndpointResult, ...]) -> dic
     }
 
 
-def _calibration() -> dict[str, Any]:
-    """The measured table of false verdicts, a row a shape and ratio of spreads."""
-    rows: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for cell in cells():
-        rates = (cell.false_different, cell.false_equivalent)
-        text = " / ".join(f"{100 * rate:.1f}" for rate in rates)
-        rows.setdefault((cell.shape, cell.spread_ratio), []).append(
-            {"text": text, "bad": max(rates) > ALLOWED}
-        )
-    return {
-        "runs": sorted({cell.n for cell in cells()}),
-        "rows": [{"shape": s, "spread_ratio": r, "cells": row} for (s, r), row in rows.items()],
-    }
+def _calibration() -> list[dict[str, Any]]:
+    """The measured tables of false verdicts, as text."""
+    return [
+        {
+            "title": grid.title,
+            "corner": grid.corner,
+            "headings": grid.headings,
+            "rows": [(label, [_rates(cell) for cell in row]) for label, row in grid.rows],
+        }
+        for grid in grids(cells())
+    ]
+
+
+def _rates(cell: Cell) -> dict[str, Any]:
+    text = " / ".join(f"{100 * rate:.1f}" for rate in cell.shown)
+    return {"text": text, "bad": max(cell.shown) > ALLOWED}
 
 
 def _curve_figures(experiment: Experiment) -> Iterator[str]:
