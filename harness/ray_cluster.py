@@ -11,6 +11,7 @@ outlives this process: the command and the head are its children, and the others
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -42,7 +43,11 @@ HEALTH = {"period_ms": 2000, "timeout_ms": 5000, "failure_threshold": 5}
 LOST_WITHIN_S = 15.0
 """How long a command that failed is not believed: a lost node may be the cause, which Ray's head knows a little later."""
 LOOK_S = 2.0
+"""How often the head is asked while the command works."""
 END_S = 8.0
+"""Time that the nodes have to end in."""
+SRUN_NAMES = re.compile(r"^srun: error: ([^:\s]+): task", re.MULTILINE)
+"""How srun names the node on which its task ended."""
 
 
 class Lost(RuntimeError):
@@ -67,7 +72,7 @@ def launch_line(
     """The command line which starts ``command`` once on each of ``nodes``, other nodes of this allocation."""
     devices = devices_asked(cluster, resources) if resources.device == "cuda" else {}
     return [
-        *("srun", "--overlap", "--nodelist", ",".join(nodes)),
+        *("srun", "--overlap", f"--nodelist={','.join(nodes)}"),
         *(f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"),
         # Said again: not every version of srun takes them over from the batch job, nor binds a task to all of its cores.
         *(f"--cpus-per-task={resources.cpus_per_node}", "--mem=0", "--cpu-bind=none"),
@@ -132,7 +137,9 @@ class RayCluster:
             self._ended(reap(), sorted(missing))
             missing = {name for name in self.layout.nodes if not self.known().get(name)}
             if missing and time.monotonic() - began > within_s:
-                raise Lost("NODE_FAIL", self._absent(missing, f"within {within_s:.0f} s"), missing)
+                raise Lost(
+                    "NODE_FAIL", self._absent(missing, f"within {within_s:.0f} s"), sorted(missing)
+                )
         return time.monotonic() - began
 
     def known(self) -> Mapping[str, bool]:
@@ -156,31 +163,49 @@ class RayCluster:
     def check(self, ended: Mapping[int, int], patience_s: float = 0.0) -> None:
         """Raise Lost where a node is gone, looking for it as long as ``patience_s``. ``ended``: what ``reap`` has returned."""
         self._ended(ended, [])
+        if not patience_s and time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked = time.monotonic()
+        if dead := self._dead(patience_s):
+            words = f"{', '.join(dead)} is lost: its part of the Ray cluster does not answer"
+            raise Lost("NODE_FAIL", words, dead)
+
+    def _dead(self, patience_s: float) -> list[str]:
+        """Names of nodes that were alive and are not, as soon as the head knows of one; [] after ``patience_s``."""
         deadline = time.monotonic() + patience_s
-        while time.monotonic() - self._looked > LOOK_S or patience_s:
-            self._looked = time.monotonic()
+        while True:
             dead = sorted(name for name, alive in self.known().items() if not alive)
-            if dead:
-                detail = f"{', '.join(dead)} is lost: its part of the Ray cluster does not answer"
-                raise Lost("NODE_FAIL", detail, dead)
-            if self._looked > deadline:
-                return
+            if dead or time.monotonic() >= deadline:
+                return dead
             signal.sigtimedwait([signal.SIGCHLD], 0.5)
             self._ended(reap(), [])
 
     def _ended(self, ended: Mapping[int, int], missing: Sequence[str]) -> None:
-        """Raise Lost where one of the processes is among ``ended``."""
+        """Raise Lost where the head's process or srun is among ``ended``. ``missing``: nodes that have not joined yet."""
         for place, process in enumerate(self.processes):
             if process.pid not in ended:
                 continue
-            process.returncode = ended[process.pid]
-            code = process.returncode
+            code = process.returncode = ended[process.pid]
             if place == 0:
                 raise Lost("INFRA", f"Ray's head ended with code {code}: {self._words()}")
-            nodes = [name for name, alive in self.known().items() if not alive] or list(missing)
-            others = [name for name in nodes if name != self.layout.nodes[0]]
-            who = ", ".join(others) or ", ".join(self.layout.nodes[1:])
-            raise Lost("NODE_FAIL", f"srun ended on {who}, code {code}: {self._words()}", others)
+            others = self.layout.nodes[1:]
+            named = [
+                name for name in re.findall(SRUN_NAMES, self.log.read_text()) if name in others
+            ]
+            late = [name for name in missing if name in others]
+            nodes = named[:1] or late or self._dead(LOST_WITHIN_S)
+            who = f"Ray ended on {', '.join(nodes or others)}"
+            raise Lost("NODE_FAIL", f"{who}, srun with code {code}: {self._words()}", nodes)
+
+    def write_stacks(self, folder: Path, patience_s: float = 4.0) -> None:
+        """Have the processes on the other nodes write their stacks, and wait until each node has begun to."""
+        self.processes[1].send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + patience_s
+        waiting = set(self.layout.nodes[1:])
+        while waiting and time.monotonic() < deadline:
+            signal.sigtimedwait([signal.SIGCHLD], 0.1)
+            written = {file.parent.name for file in folder.glob("*/*.txt") if file.stat().st_size}
+            waiting -= written
 
     def _absent(self, missing: set[str], when: str) -> str:
         names = ", ".join(sorted(missing))
@@ -243,7 +268,7 @@ def _command(ray: RayCluster, folder: RunFolder, run: Mapping[str, Any], attempt
         caught = signal.sigtimedwait(WATCHED, 1.0)
         if caught is not None and caught.si_signo in FORWARDED:
             if caught.si_signo == signal.SIGABRT:  # a hang: the stacks of the other nodes too
-                ray.processes[1].send_signal(signal.SIGUSR1)
+                ray.write_stacks(attempt / "stacks")
             child.send_signal(caught.si_signo)
             told = True
         ended = reap()
