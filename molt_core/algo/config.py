@@ -30,7 +30,7 @@ CORRECTION_SCHEMES: dict[str, dict[str, object]] = {
         "truncate_kept": 2.0,
     },
     "binary_kl": {"level": "token", "mode": "mask", "gate": "binary_kl", "high": 0.05},
-    "tv": {"level": "token", "mode": "mask", "gate": "tv", "high": 0.2},
+    "tv": {"level": "token", "mode": "mask", "gate": "tv", "high": 0.15},
 }
 """Published combinations by name, sources in ``algo/importance.py``: ``correction: icepop`` stands for its fields."""
 

@@ -1,7 +1,8 @@
 """What a trainer costs over the plain loop:  OMP_NUM_THREADS=1 python -m tests.bench.train_step [SAMPLES] [RANKS]
 
-One optimiser step in float32, one thread a rank, on three batches: the demo's (16 prompts x 8 samples with a picture), text
-rows of equal length, and text rows of very unequal lengths. Steps of all trainers are interleaved, in random order, in one
+One optimiser step in float32, one thread a rank, on four batches: the demo's (16 prompts x 8 samples with a picture), text
+rows of equal length, eight times as many of them (which tells a cost a step from a cost a token), and text rows of very
+unequal lengths. Steps of all trainers are interleaved, in random order, in one
 process. The floor is the same forward pass with clip_grad_norm_ and AdamW and nothing around it, on this rank's rows alone,
 without communication; beside it stands transformers' own forward pass on padded rows. CPU time stays meaningful on a busy
 machine where wall time does not, but counts no waiting. The ratios are the result; the times belong to the machine.
@@ -86,6 +87,7 @@ def batches(checkpoint: Path) -> dict[str, list[Trajectory]]:
     return {
         "demo, with pictures": demo_rows(checkpoint),
         "text, 64 x 40": text_rows(np.full(64, 40)),
+        "text, 512 x 40": text_rows(np.full(512, 40)),
         f"text, 64 rows of 8 to {skewed.max()}, {skewed.sum()} tokens": text_rows(skewed),
     }
 
