@@ -28,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 HOME = Path(os.environ.get("SLURM_LOCAL") or HERE.parents[1] / ".slurm")
 """Where software and cluster lie; several clusters can stand side by side, each with a SLURM_LOCAL and a SLURM_LOCAL_PORT."""
 LAB, ROOT, BIN = HOME / "lab", HOME / "root", HOME / "bin"
+GROUPS = Path("/sys/fs/cgroup/memory")
+"""Where the kernel keeps limits of memory (cgroup v1: what Slurm 22.05 does for v2 takes systemd)."""
 LONGEST = 70
 """A socket's path may have 107 bytes, and slurmstepd's have up to 35 below this."""
 PORT = int(os.environ.get("SLURM_LOCAL_PORT", "16800"))
@@ -218,7 +220,7 @@ def configure(nodes: int, cpus: int, memory_mb: int, gpus: int) -> None:
         last_port=PORT + 10 + nodes,
     )
     text = Template((HERE / "slurm.conf").read_text()).substitute(
-        places, **ports, memory_mb=memory_mb
+        places, **ports, memory_mb=memory_mb, tasks="cgroup" if memory_is_limited() else "none"
     )
     (LAB / "slurm.conf").write_text(text)
     # A GPU must be a character device, or CUDA_VISIBLE_DEVICES is not set.
@@ -230,10 +232,39 @@ def configure(nodes: int, cpus: int, memory_mb: int, gpus: int) -> None:
         f"NodeName=node[1-{nodes}] Name=gpu File={devices}\n" if gpus else ""
     )
     (LAB / "plugstack.conf").write_text("")
+    (LAB / "cgroup.conf").write_text(
+        f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={LAB}/cgroup\nConstrainRAMSpace=yes\n"
+    )
     names = "".join(f"127.0.0.1 node{number + 1}\n" for number in range(nodes))
     (LAB / "hosts").write_text(Path("/etc/hosts").read_text() + names)
     exports = f'export SLURM_CONF={LAB}/slurm.conf PATH={BIN}:"$PATH" MOLT_CLUSTER=local\n'
     (HOME / "env.sh").write_text(exports)
+
+
+def memory_is_limited() -> bool:
+    """Whether a job that takes more memory than it asked for is killed by the kernel here, as it is on a cluster.
+
+    The cluster's groups lie below one of its own, which Slurm sees as the root of all.
+    """
+    group, seen = GROUPS / f"molt-slurm-{PORT}", LAB / "cgroup" / "memory"
+    try:
+        group.mkdir(exist_ok=True)
+    except OSError:
+        return False
+    seen.parent.mkdir(exist_ok=True)
+    seen.unlink(missing_ok=True)
+    seen.symlink_to(group)
+    return True
+
+
+def forget_groups() -> bool:
+    """Remove the groups of memory; False while a process in one is still ending."""
+    try:
+        for group in sorted(GROUPS.glob(f"molt-slurm-{PORT}/**/"), reverse=True):
+            group.rmdir()  # the deepest first
+    except OSError:
+        return False
+    return True
 
 
 def start_munge() -> None:
@@ -259,54 +290,28 @@ def start_database() -> None:
     """mariadb on a socket of its own, and slurmdbd, which finds that socket through a variable of libmariadb."""
     socket, data, user = LAB / "run" / "mysql.sock", LAB / "db", getpass.getuser()
     share = ROOT / "usr/share/mysql"
-    common = [
-        "--no-defaults",
-        f"--datadir={data}",
-        f"--user={user}",
-        f"--lc-messages-dir={share}",
-        f"--character-sets-dir={share}/charsets",
-        "--skip-name-resolve",
-    ]
+    common = ["--no-defaults", f"--datadir={data}", f"--user={user}", "--skip-name-resolve"]
+    common += [f"--lc-messages-dir={share}", f"--character-sets-dir={share}/charsets"]
     if not (data / "mysql").is_dir():
         data.mkdir(exist_ok=True)
-        scripts = (
-            "mysql_system_tables.sql",
-            "mysql_performance_tables.sql",
-            "mysql_system_tables_data.sql",
-        )
-        parts = [
-            "create database mysql;\nuse mysql;\n",
-            *((share / name).read_text() for name in scripts),
-        ]
+        names = ("system_tables", "performance_tables", "system_tables_data")
+        parts = [(share / f"mysql_{name}.sql").read_text() for name in names]
+        once = ["--bootstrap", "--skip-grant-tables", f"--log-error={LAB}/log/bootstrap.log"]
         subprocess.run(
-            [
-                BIN / "mariadbd",
-                *common,
-                "--bootstrap",
-                "--skip-grant-tables",
-                f"--log-error={LAB}/log/bootstrap.log",
-            ],
-            input="".join(parts),
+            [BIN / "mariadbd", *common, *once],
+            input="".join(["create database mysql;\nuse mysql;\n", *parts]),
             stderr=subprocess.DEVNULL,  # its log has it
             text=True,
             check=True,
         )
     client = [BIN / "mariadb", "--no-defaults", "-S", socket]
-    fast = [
-        "--innodb-flush-log-at-trx-commit=0",
-        "--innodb-doublewrite=0",
-        "--innodb-buffer-pool-size=64M",
-        "--innodb-lock-wait-timeout=900",
-    ]
-    private = [
-        f"--socket={socket}",
-        "--skip-networking",
-        "--skip-grant-tables",
-        f"--plugin-dir={LAB}",
-    ]
+    fast = ["flush-log-at-trx-commit=0", "doublewrite=0"]
+    fast += ["buffer-pool-size=64M", "lock-wait-timeout=900"]
+    private = [f"--socket={socket}", "--skip-networking", "--skip-grant-tables"]
+    private += [f"--plugin-dir={LAB}", *(f"--innodb-{setting}" for setting in fast)]
     daemon(
         "mariadbd",
-        [BIN / "mariadbd", *common, *private, *fast],
+        [BIN / "mariadbd", *common, *private],
         lambda: answers(*client, "-e", "select 1"),
     )
     subprocess.run([*client, "-e", "create database if not exists slurm_acct_db"], check=True)
@@ -338,7 +343,7 @@ def start_node(name: str) -> None:
 def idle_nodes() -> list[str]:
     listed = subprocess.run(
         [BIN / "sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"],
-        capture_output=True, text=True, env=environment(),
+        capture_output=True, text=True, env=environment()
     )  # fmt: skip
     return sorted(set(listed.stdout.split()))
 
@@ -362,6 +367,7 @@ def stop() -> None:
         end(pid_file, signal.SIGKILL)
     for name in ("slurmctld", "slurmdbd", "mariadbd", "munged"):
         end(LAB / "run" / f"{name}.started")
+    wait_for(forget_groups, 10)
 
 
 def main() -> None:

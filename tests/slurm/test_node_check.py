@@ -56,8 +56,8 @@ def test_no_node_in_time_is_no_refusal_and_leaves_nothing_in_the_queue(light):
     try:
         expansion = light()
         busy = LOCAL.model_copy(update={"sbatch": {"nodelist": "node3"}})
-        assert look(expansion, expansion.runs, busy, 4) == Sight(
-            unchecked="no node answered within 4 s"
+        assert look(expansion, expansion.runs, busy, 2) == Sight(
+            unchecked="no node answered within 2 s"
         )
         assert queue("small-check")[-1] == "CANCELLED"
     finally:
@@ -66,7 +66,7 @@ def test_no_node_in_time_is_no_refusal_and_leaves_nothing_in_the_queue(light):
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 def test_a_container_is_looked_into(boxed, monkeypatch, runtime):
-    monkeypatch.setattr(nodes, "packages", lambda expansion: {"torch", "nothing_of_that_name"})
+    monkeypatch.setattr(nodes, "packages", lambda expansion: {"json", "nothing_of_that_name"})
     expansion, profile = boxed(runtime, "")
     (said,) = look(expansion, expansion.runs, profile).problems
     assert said.startswith("in the container: `import nothing_of_that_name` fails on node")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -197,36 +196,24 @@ deadlock()
     assert len([text for text in stacks if "most recent call first" in text]) >= 2
 
 
-@pytest.fixture
-def little_memory():
-    """A control group of 96 MB; its file that takes processes in."""
-    mounted = Path("/sys/fs/cgroup")
-    first = mounted / "memory" if (mounted / "memory").is_dir() else mounted
-    group = first / f"molt-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        name = "memory.limit_in_bytes" if first.name == "memory" else "memory.max"
-        (group / name).write_text(str(96 << 20))
-    except OSError as error:
-        pytest.skip(f"no control group for memory can be made here: {error}")
-    yield group / "cgroup.procs"
-    group.rmdir()
-
-
-def test_a_run_that_the_kernel_kills_for_memory_is_out_of_memory(light, mlflow_says, little_memory):
-    body = f"""
-beat("training", 1)
-open({str(little_memory)!r}, "w").write("0")
+def test_a_run_that_takes_more_memory_than_its_job_has_is_out_of_memory(light, mlflow_says):
+    """The kernel kills by Slurm's control group, as on a cluster."""
+    if "cgroup" not in (cluster.LAB / "slurm.conf").read_text():
+        pytest.skip(f"No limit of memory: {cluster.GROUPS} cannot be written here")
+    little = LOCAL.model_copy(update={"sbatch": {"mem": "300M"}})
+    body = """
 hoard = []
+beat("training", 1)
 while True:
     hoard.append(b"x" * (1 << 20))
 """
-    expansion = light(train=body, seeds="[0]")
-    folder = RunFolder(expansion.folder / expansion.replicates[0].name)
-    send(expansion, only=folder.name)
+    folder, expansion = only_train(light, body, little)
     assert settled(expansion)[folder.name] == "OOM"
     assert folder.end["reason"].startswith("OOM: the kernel killed for memory on this node")
     assert mlflow_says(folder) == "FAILED"
+    job = job_ids(expansion.folder)[folder.name]
+    asked = ["sacct", f"--jobs={job}", "--allocations", "--noheader", "--format=State%20"]
+    assert wait_until(lambda: run(*asked)) == "OUT_OF_MEMORY"
 
 
 def test_a_scheduler_that_does_not_answer_makes_nobody_dead(light):
