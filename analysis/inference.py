@@ -111,6 +111,17 @@ class Comparison:
         return self.estimate / abs(self.mean_baseline) if self.mean_baseline else None
 
     @property
+    def p_non_inferiority(self) -> float | None:
+        """One-sided p of "worse by the margin or more"; None where nobody said which way is better, or no test is made."""
+        if self.direction is None or self.refused:
+            return None
+        to_tested = math.log if self.scale == "ratio" else float
+        estimate, low, high = map(to_tested, (self.estimate, self.tost_low, self.tost_high))
+        error = (high - low) / 2 / float(stats.t.ppf(self.level, self.df))
+        sign = 1 if self.direction == "higher" else -1
+        return float(stats.t.sf((sign * estimate + self.tested_margin) / error, self.df))
+
+    @property
     def test(self) -> str:
         return "paired t" if self.paired else "Welch"
 

@@ -134,6 +134,7 @@ def _endpoint(experiment: Experiment, result: EndpointResult) -> dict[str, Any]:
         "p_difference": c and c.p_difference,
         "p_difference_holm": result.p_holm if c or race else None,
         "p_equivalence": c and c.p_equivalence,
+        "p_non_inferiority": c and c.p_non_inferiority if endpoint.non_inferiority else None,
         "p_permutation": c and c.p_permutation,
         "df": c and c.df,
         "verdict": decision.verdict.value,

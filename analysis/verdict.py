@@ -166,6 +166,7 @@ def _conclude(measured: Measurement, p_holm: float | None) -> EndpointResult:
         measured.race or comparison,
         _outlook(endpoint, decision),
         one_start=any(c.name == "same initial checkpoint" and c.passed for c in measured.checks),
+        p_holm=p_holm,
     )
     if measured.finishers and decision.verdict != Verdict.INVALID:
         may = f"Among the runs that finished ({measured.finishers}): {may}"

@@ -59,20 +59,32 @@ def better(endpoint: Endpoint, comparison: Comparison) -> str:
     )
 
 
-def evidence(endpoint: Endpoint, comparison: Comparison, equivalence: bool) -> str:
-    """The numbers a sentence must carry: estimate, interval, test and n."""
-    if equivalence:
-        low, high, p = comparison.tost_low, comparison.tost_high, comparison.p_equivalence
-        level, test = 2 * comparison.level - 1, f"{'paired ' * comparison.paired}TOST"
+def evidence(
+    endpoint: Endpoint, comparison: Comparison, verdict: str, p_holm: float | None = None
+) -> str:
+    """The numbers a sentence must carry: estimate, interval, the test that the verdict rests on, and n."""
+    low, high, level = comparison.tost_low, comparison.tost_high, 2 * comparison.level - 1
+    if verdict == "EQUIVALENT":
+        test = f"{'paired ' * comparison.paired}TOST {probability(comparison.p_equivalence)}"
+    elif verdict == "NON-INFERIOR":
+        test = f"one-sided {comparison.test} {probability(comparison.p_non_inferiority)}"
     else:
-        low, high, p = comparison.ci_low, comparison.ci_high, comparison.p_difference
-        level, test = comparison.level, comparison.test
+        low, high, level = comparison.ci_low, comparison.ci_high, comparison.level
+        test = f"{comparison.test} {corrected(comparison.p_difference, p_holm)}"
     kind = "relative difference" if endpoint.scale == "ratio" else "difference"
     unit = "" if endpoint.scale == "ratio" else f" {endpoint.unit}"
     return (
         f"{kind} {effect(endpoint, comparison.estimate)}{unit}, {level * 100:g}\u202f% CI "
-        f"{interval(endpoint, low, high)}, {test} {probability(p)}, n = {runs(comparison)}"
+        f"{interval(endpoint, low, high)}, {test}, n = {runs(comparison)}"
     )
+
+
+def corrected(p: float, p_holm: float | None) -> str:
+    """A p-value, with Holm's beside it where the family made it another one."""
+    holm = (
+        "" if p_holm is None or p_holm == p else f", after Holm's correction {probability(p_holm)}"
+    )
+    return f"{probability(p)}{holm}"
 
 
 def runs(comparison: Comparison) -> str:
@@ -92,19 +104,21 @@ def sentences(
     comparison: Comparison | Race | None,
     outlook: str,
     one_start: bool = True,
+    p_holm: float | None = None,
 ) -> tuple[str, str]:
     """(may be written, may not be written). ``outlook``: why INVALID, or what would settle INCONCLUSIVE.
 
-    one_start: whether it was verified that all runs began from one checkpoint.
+    one_start: whether it was verified that all runs began from one checkpoint. p_holm: of a primary endpoint.
     """
     pair, name = f"{candidate} and {baseline}", endpoint.name
     if isinstance(comparison, Race) and verdict != "INVALID":
-        return _race_sentences(verdict, endpoint, candidate, baseline, comparison)
+        return _race_sentences(verdict, endpoint, candidate, baseline, comparison, p_holm)
     if verdict == "INVALID" or comparison is None:
         return (
             f"The runs support no statement about {name}: {outlook}.",
             f"Any comparison of {pair} in {name}, with or without numbers.",
         )
+    numbers = evidence(endpoint, comparison, verdict, p_holm)
     same_start = (
         "trained from one initial checkpoint"
         if one_start
@@ -113,34 +127,39 @@ def sentences(
     if verdict == "EQUIVALENT":
         return (
             f"{pair}, {same_start}, are equivalent in {name} within {margin(endpoint)} "
-            f"({evidence(endpoint, comparison, True)}).",
+            f"({numbers}).",
             f"{pair} are identical, or equivalent within less than {margin(endpoint)}, or from other initial weights.",
         )
     if verdict == "NON-INFERIOR":
         return (
             f"{candidate}, {same_start}, is not worse than {baseline} in {name} by more than {margin(endpoint)[1:]} "
-            f"({evidence(endpoint, comparison, True)}).",
+            f"({numbers}).",
             f"{candidate} is better than {baseline}, or equivalent to it.",
         )
     if verdict == "DIFFERENT":
         return (
             f"{candidate} is {better(endpoint, comparison)} than {baseline} in {name}, {same_start} "
-            f"({evidence(endpoint, comparison, False)}).",
+            f"({numbers}).",
             f"The gap is exactly {effect(endpoint, comparison.estimate)}, or holds on other tasks, scales or initial "
             "weights.",
         )
     return (
-        f"Whether {pair} differ in {name} is open ({evidence(endpoint, comparison, False)}); {outlook}.",
+        f"Whether {pair} differ in {name} is open ({numbers}); {outlook}.",
         f"{pair} are comparable, on par, or not significantly different in {name}.",
     )
 
 
 def _race_sentences(
-    verdict: str, endpoint: Endpoint, candidate: str, baseline: str, found: Race
+    verdict: str,
+    endpoint: Endpoint,
+    candidate: str,
+    baseline: str,
+    found: Race,
+    p_holm: float | None,
 ) -> tuple[str, str]:
     """Where some runs never reached the threshold there is no average to write about."""
     faster = "earlier" if found.candidate_first else "later"
-    counts = f"{found.text}; log-rank {probability(found.p_logrank)}"
+    counts = f"{found.text}; log-rank {corrected(found.p_logrank, p_holm)}"
     said = (
         f"{candidate} reaches {endpoint.threshold:g} of {endpoint.field} {faster} than {baseline} ({counts})."
         if verdict == "DIFFERENT"
