@@ -63,7 +63,7 @@ class Count:
 
 
 def count(root: str | Path, package: str, entry: str) -> Count:
-    """Count the modules of ``package`` under ``root`` that ``entry`` reaches. Raises ValueError for an absent entry."""
+    """Count the modules of ``package`` under ``root`` that ``entry`` reaches. Raises ValueError for an absent entry or unreadable file."""
     root = Path(root)
     if module_file(root, entry) is None:
         raise ValueError(f"{entry}: no such module under {root}")
@@ -74,8 +74,7 @@ def count(root: str | Path, package: str, entry: str) -> Count:
         path = module_file(root, name)
         if path is None or name in modules:
             continue
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source, filename=str(path))
+        source, tree = parse(path)
         modules[name] = size(source, tree)
         is_package = path.name == "__init__.py"
         for target in (name, *imported(tree, name, is_package)):
@@ -89,6 +88,16 @@ def count(root: str | Path, package: str, entry: str) -> Count:
         tokens=sum(module.tokens for module in modules.values()),
         modules=dict(sorted(modules.items())),
     )
+
+
+def parse(path: Path) -> tuple[str, ast.Module]:
+    """Source and tree of a file, in the encoding that its mark or its first lines name. Raises ValueError with the file."""
+    try:
+        with tokenize.open(path) as file:
+            source = file.read()
+        return source, ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path}: no source that this Python can read: {error}") from error
 
 
 def package_root(folder: Path, package: str) -> Path:
@@ -144,7 +153,7 @@ def size(source: str, tree: ast.Module) -> Size:
     }
     lines: set[int] = set()
     tokens = 0
-    text = source.splitlines()
+    text = source.split("\n")  # as the tokenizer does: a form feed ends no line
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in NOT_CODE or token.start in docstrings:
             continue
@@ -155,14 +164,27 @@ def size(source: str, tree: ast.Module) -> Size:
 
 
 def _walk_runtime(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node but what stands under ``if TYPE_CHECKING``, which never runs."""
+    """Every node but what stands under ``if TYPE_CHECKING``, or in the else of ``if not TYPE_CHECKING``: it never runs."""
     yield node
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    if isinstance(node, ast.If) and _is_type_checking(node.test):
         children: list[ast.AST] = list(node.orelse)
+    elif (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.UnaryOp)
+        and isinstance(node.test.op, ast.Not)
+        and _is_type_checking(node.test.operand)
+    ):
+        children = list(node.body)
     else:
         children = list(ast.iter_child_nodes(node))
     for child in children:
         yield from _walk_runtime(child)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    """``TYPE_CHECKING`` or ``typing.TYPE_CHECKING``, and nothing else that only holds the word."""
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
+    return name == "TYPE_CHECKING"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -61,7 +61,10 @@ def declared(experiment: Path | None, scale: str | None, pilot: Path | None) -> 
 
 
 def spreads(endpoints: Sequence[Endpoint], pilot: Path) -> dict[str, list[PilotSpread]]:
-    """Endpoint -> the spread of each candidate beside the baseline. Raises ValueError where the pilot shows none at all."""
+    """Endpoint -> the spread of each candidate beside the baseline.
+
+    Raises ValueError where the pilot shows no spread at all, or a ratio of values that are not positive.
+    """
     experiment = load_experiment(pilot)
     found: dict[str, list[PilotSpread]] = {}
     for endpoint in endpoints:
@@ -89,7 +92,10 @@ def _spread(name: str, values: np.ndarray, baseline: np.ndarray) -> PilotSpread:
 
 
 def _tested(experiment: Experiment, endpoint: Endpoint, arm: str) -> np.ndarray:
-    """One number a finished run on the tested scale; runs that lack it are no part of a pilot."""
+    """One number a finished run on the tested scale; runs that lack it are no part of a pilot.
+
+    Raises ValueError for a ratio of values that are not positive.
+    """
     values = []
     for run in experiment.finished(arm):
         try:
@@ -97,6 +103,11 @@ def _tested(experiment: Experiment, endpoint: Endpoint, arm: str) -> np.ndarray:
         except SummaryError:
             continue
     sample = np.asarray(values, dtype=float)
-    if endpoint.scale == "ratio" and (sample > 0).all():
-        return np.log(sample)
-    return sample
+    if endpoint.scale != "ratio":
+        return sample
+    if not (sample > 0).all():
+        raise ValueError(
+            f"{experiment.folder}: {endpoint.name} of {arm} is {sample.min():g} in a run, and a ratio needs positive values; "
+            "write scale: absolute with a margin in the unit, or leave that run out of the pilot"
+        )
+    return np.log(sample)

@@ -81,6 +81,43 @@ def test_a_line_counts_where_it_holds_code(source, lines):
     assert size(source, ast.parse(source)).code_lines == lines
 
 
+def test_a_form_feed_ends_no_line():
+    source = 'x = 1\n\x0cy = """a\x0cb"""\n'
+    assert size(source, ast.parse(source)).code_lines == 2
+
+
+@pytest.mark.parametrize(
+    ("guard", "reached"),
+    [
+        ("if not TYPE_CHECKING:\n    import pkg.lazy\nelse:\n    import pkg.typed\n", {"pkg.lazy"}),
+        ("if TYPE_CHECKING:\n    import pkg.typed\nelse:\n    import pkg.lazy\n", {"pkg.lazy"}),
+        ("import typing\nif typing.TYPE_CHECKING:\n    import pkg.typed\n", set()),
+        ("if MY_TYPE_CHECKING:\n    import pkg.lazy\n", {"pkg.lazy"}),
+        ('if mode == "TYPE_CHECKING":\n    import pkg.lazy\n', {"pkg.lazy"}),
+    ],
+)
+def test_only_what_never_runs_is_left_out(root, guard, reached):
+    (root / "pkg" / "entry.py").write_text(guard)
+    assert set(count(root, "pkg", "pkg.entry").modules) == {"pkg", "pkg.entry", *reached}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [b"\xef\xbb\xbfx = 1\n", b"# -*- coding: latin-1 -*-\nx = '\xe9'\n", b"x = 1\r\n# why\r\n"],
+)
+def test_a_source_is_read_in_the_encoding_it_names(root, source):
+    (root / "pkg" / "entry.py").write_bytes(source)
+    assert count(root, "pkg", "pkg.entry").code_lines == 1
+
+
+@pytest.mark.parametrize("source", [b"print 'x'\n", b"x = '\xe9'\n", b"x = 1\x00\n"])
+def test_a_source_that_cannot_be_read_is_one_clear_line(root, capsys, source):
+    (root / "pkg" / "entry.py").write_bytes(source)
+    assert main(["pkg", "pkg.entry", "--root", str(root)]) == 1
+    error = capsys.readouterr().err
+    assert "entry.py: no source that this Python can read" in error and error.count("\n") == 1
+
+
 def test_an_absent_entry_is_one_clear_line(root, capsys):
     assert main(["pkg", "pkg.nothing", "--root", str(root)]) == 1
     assert "pkg.nothing: no such module" in capsys.readouterr().err

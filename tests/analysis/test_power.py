@@ -152,3 +152,15 @@ def test_a_pilot_without_finished_runs_is_said_so(tmp_path, capsys):
     folder = write_experiment(tmp_path, seeds=(0, 1), steps=4, lost=lost)
     assert main(["--pilot", str(folder)]) == 1
     assert "no spread to plan by" in capsys.readouterr().err
+
+
+def test_a_pilot_with_a_value_that_has_no_ratio_is_refused(tmp_path, capsys):
+    """One arm on logarithms and one on raw seconds would be two units in one formula."""
+
+    def stuck_clock(system, seed, record):
+        if (system, seed) == ("molt", 0) and "wall_s" in record:
+            record["wall_s"] = 0.0
+
+    folder = write_experiment(tmp_path, seeds=(0, 1, 2), steps=12, edit_record=stuck_clock)
+    assert main(["--pilot", str(folder)]) == 1
+    assert "step time of molt is 0 in a run, and a ratio needs positive" in capsys.readouterr().err
