@@ -63,7 +63,10 @@ class Count:
 
 
 def count(root: str | Path, package: str, entry: str) -> Count:
-    """Count the modules of ``package`` under ``root`` that ``entry`` reaches. Raises ValueError for an absent entry or unreadable file."""
+    """Count the modules of ``package`` under ``root`` that ``entry`` reaches.
+
+    Raises ValueError for an absent entry or a file that cannot be read.
+    """
     root = Path(root)
     if module_file(root, entry) is None:
         raise ValueError(f"{entry}: no such module under {root}")
