@@ -183,7 +183,7 @@ def environment() -> dict[str, str]:
 # The cluster
 
 
-def start(nodes: int = 4, cpus: int = 16, memory_mb: int = 64000, gpus: int = 8) -> None:
+def start(nodes: int = 4, cpus: int = 16, memory_mb: int = 256000, gpus: int = 8) -> None:
     """Start every daemon; afterwards all nodes are idle. Raises LocalError."""
     if os.geteuid() != 0:
         raise LocalError("root is needed: each node is a namespace of its own")
