@@ -1,11 +1,13 @@
 r"""The report's tables for a paper, in LaTeX: ``\usepackage{booktabs}``, then ``\input{report.tex}``.
 
-Every string that came from an experiment is escaped; numbers are set as the page sets them.
+Every string that came from an experiment is escaped, into ASCII, so that pdflatex sets what lualatex does; numbers are set
+as the page sets them.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +17,54 @@ SPECIAL = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "[": "{[}", "]": "{]}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "\u2212": "$-$", "\u00b1": r"$\pm$", "\u202f": r"\,", "\u2013": "--", "\u2265": r"$\geq$",
-    "\u2264": r"$\leq$", "\u00d7": r"$\times$", "\u2248": r"$\approx$", "\n": " ",
+    "\u2264": r"$\leq$", "\u00d7": r"$\times$", "\u2248": r"$\approx$", "\u2260": r"$\neq$", "\u221e": r"$\infty$",
+    "\u2192": r"$\rightarrow$", "\u2190": r"$\leftarrow$", "\u00b7": r"$\cdot$", "\u22c5": r"$\cdot$", "\u00b0": r"$^\circ$",
+    "\u2014": "---", "\u2018": "`", "\u2019": "'", "\u201c": "``", "\u201d": "\'\'", "\u2026": r"\ldots{}", "\u2044": "/",
+    "\u00df": r"\ss{}", "\u00f8": r"\o{}", "\u00d8": r"\O{}", "\u00e6": r"\ae{}", "\u00c6": r"\AE{}", "\u0142": r"\l{}",
+    "\u0141": r"\L{}", "\n": " ", "\t": " ",
 }  # fmt: skip
+ACCENTS = {
+    "\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0304": "=", "\u0306": "u", "\u0307": ".", "\u0308": '"',
+    "\u030a": "r", "\u030b": "H", "\u030c": "v", "\u0327": "c",
+}  # fmt: skip
+"""Combining marks and the macro that sets them over a letter."""
+GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi omega"
+).split()
+"""Small letters that have a macro; of the capitals, those that no Latin letter looks like have one."""
+LATIN_CAPITALS = dict(
+    zip(
+        "\u0391\u0392\u0395\u0396\u0397\u0399\u039a\u039c\u039d\u039f\u03a1\u03a4\u03a7",
+        "ABEZHIKMNOPTX",
+    )
+)
 
 
 def escape(text: Any) -> str:
-    """Plain text as LaTeX text."""
-    return "".join(SPECIAL.get(character, character) for character in str(text))
+    """Plain text as LaTeX text in ASCII. A character that LaTeX has no sign for becomes its number: (U+4E2D)."""
+    return "".join(map(_character, unicodedata.normalize("NFC", str(text))))
+
+
+def _character(character: str) -> str:
+    if character in SPECIAL:
+        return SPECIAL[character]
+    if character.isascii():
+        return character if character.isprintable() else ""
+    if character in LATIN_CAPITALS:
+        return LATIN_CAPITALS[character]
+    kind, _, rest = unicodedata.decomposition(character).rpartition("> ")
+    parts = [chr(int(code, 16)) for code in rest.split()]
+    if kind in ("<super", "<sub") and parts:
+        return rf"\text{kind[1:]}script{{{''.join(map(_character, parts))}}}"
+    if kind:
+        return "".join(map(_character, parts))
+    if len(parts) == 2 and parts[1] in ACCENTS and parts[0].isascii():
+        return rf"\{ACCENTS[parts[1]]}{{{parts[0]}}}"
+    name = re.fullmatch(r"GREEK (SMALL|CAPITAL) LETTER (\w+)", unicodedata.name(character, ""))
+    letter = name and name[2].lower().replace("lamda", "lambda")
+    if name and letter in GREEK:
+        return rf"$\{letter if name[1] == 'SMALL' else letter.title()}$"
+    return f"(U+{ord(character):04X})"
 
 
 def table(caption: str, label: str, alignment: str, rows: Sequence[Sequence[Any]]) -> str:

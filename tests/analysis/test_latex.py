@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -19,6 +21,12 @@ from tests.analysis.synthetic import ACCURACY, write_experiment
         ("−0.004 ±0.03", r"$-$0.004 $\pm$0.03"),
         ("[1, 2]", "{[}1, 2{]}"),
         ("a\nb", "a b"),
+        ("tok·s⁻¹", r"tok$\cdot$s\textsuperscript{$-$}\textsuperscript{1}"),
+        ("µs, α, Δ, Α, λ₂", r"$\mu$s, $\alpha$, $\Delta$, A, $\lambda$\textsubscript{2}"),
+        ("Müller, naïve, Ångström", r"M\"{u}ller, na\"{i}ve, \r{A}ngstr\"{o}m"),
+        ("ﬁnal ½", r"final 1/2"),
+        ("中", "(U+4E2D)"),
+        ("\x07bell", "bell"),
     ],
 )
 def test_special_characters_are_escaped(text, latex):
@@ -49,3 +57,17 @@ def test_the_report_writes_its_tables(tmp_path):
     write_report(folder)
     text = (folder / "report" / "report.tex").read_text()
     assert text.count(r"\begin{table}") == 3 and "EQUIVALENT" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_pdflatex_sets_a_report_whose_names_are_not_ascii(tmp_path):
+    odd = ACCURACY.model_copy(update={"name": "α→β µ 中 naïve", "unit": "tok·s⁻¹"})
+    folder = write_experiment(tmp_path / "runs", steps=20, endpoints=(odd,))
+    write_report(folder)
+    tables = (folder / "report" / "report.tex").read_text()
+    assert tables.isascii()
+    head = "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\n"
+    (tmp_path / "paper.tex").write_text(f"{head}{tables}\n\\end{{document}}\n")
+    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "paper.tex"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stdout[-2000:]
