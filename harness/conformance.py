@@ -23,17 +23,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from transformers import AutoConfig
 
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig, load_run_config
 from molt_core.models.layout import from_published
-from molt_core.models.load import excluded_token_ids, iterate_weights
+from molt_core.models.load import excluded_token_ids, expert_layers, iterate_weights
 from molt_core.train.backend import backend_class
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, score
 from molt_core.train.split import shares
-from molt_core.types import ImageInput, Trajectory, Turn
+from molt_core.types import NOT_SAMPLED, ImageInput, Trajectory, Turn
 
 STEPS = 3
 IMAGES_PER_PROMPT = (1, 0, 2, 1, 0, 1, 2, 1)
@@ -200,6 +201,19 @@ def _row(
     )
 
 
+def with_routes(rows: Sequence[Trajectory], checkpoint: Path) -> list[Trajectory]:
+    """The rows with random experts recorded for every token but their last, as an engine leaves it: both arms replay them."""
+    text = AutoConfig.from_pretrained(checkpoint, local_files_only=True).get_text_config()
+    layers, rng = len(expert_layers(checkpoint)), np.random.default_rng(2)
+    recorded = []
+    for row in rows:
+        scores = rng.random((len(row.token_ids), layers, text.num_experts))
+        chosen = scores.argsort(-1)[..., : text.num_experts_per_tok].astype(np.int16)
+        chosen[-1] = NOT_SAMPLED
+        recorded.append(replace(row, routed_experts=chosen))
+    return recorded
+
+
 def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> None:
     """One rank of one arm. Rank 0 leaves ``arm.json`` and the weights in ``folder``."""
     trainer = config.trainer
@@ -217,6 +231,8 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
         checkpoint, config.model, config.optimizer, trainer, config.loop.steps
     )
     rows = synthetic_rows(checkpoint, config.model.max_length)
+    if config.model.routing_replay:
+        rows = with_routes(rows, checkpoint)
     rng = np.random.default_rng(1)
     advantages = [rng.standard_normal(row.action_tokens).astype(np.float32) for row in rows]
     excluded = torch.tensor(excluded_token_ids(checkpoint), device=trainer.device)

@@ -274,9 +274,10 @@ class RunConfig(Strict):
 
     @model_validator(mode="after")
     def _routes_are_recorded(self) -> RunConfig:
-        if self.model.routing_replay:
+        if self.model.routing_replay and not self.engine.prefix_caching:
             raise ValueError(
-                "model.routing_replay: trainers can replay routes, but the engine does not record them yet; set it to false"
+                "model.routing_replay: vLLM keeps recorded routes by KV block, which it names for prefix caching alone; set "
+                "engine.prefix_caching: true, or model.routing_replay: false"
             )
         return self
 

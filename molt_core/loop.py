@@ -42,7 +42,6 @@ from molt_core.types import Batch, ContractError, Group, Trajectory
 FUTILE_BATCHES = 8
 """Batches' worth of groups dropped in a row, without one kept, after which a run gives up."""
 
-
 DOUBTFUL_PROBE_PARTS = 4
 """Further samples of a probe whose first one is in doubt."""
 
@@ -67,6 +66,7 @@ class Loop:
         self.changed = asyncio.Event()
         self.tasks: set[asyncio.Task] = set()
         self.dropped_in_a_row = 0
+        self.agent_error = ""  # what the agent said that failed last
         self.failure: BaseException | None = None
         self.reward_sums = metrics.RewardSums()
         self.optimizer_steps = 0
@@ -194,6 +194,9 @@ class Loop:
             self.reward_sums.add(group)
             dropped = self.pool.finish(group)
             self.dropped_in_a_row = self.dropped_in_a_row + 1 if dropped else 0
+            if group.error and not self.agent_error:
+                print(f"a rollout is lost, more are counted in silence: {group.error}", flush=True)
+            self.agent_error = group.error or self.agent_error
             self._dispatch()
         self.changed.set()
 
@@ -204,7 +207,8 @@ class Loop:
                 raise self.failure
             if self.dropped_in_a_row >= FUTILE_BATCHES * self.pool.size:
                 raise EverythingDropped(
-                    f"the last {self.dropped_in_a_row} groups were all dropped: {dict(self.pool.groups.dropped)}"
+                    f"the last {self.dropped_in_a_row} groups were all dropped: {dict(self.pool.groups.dropped)}; "
+                    f"the agent's last error: {self.agent_error or 'none'}"
                 )
             value = condition()
             if value:

@@ -72,7 +72,8 @@ class Trajectory:
     token_ids int32; action_mask bool, True where this policy sampled the token; logprobs float32, behaviour
     log-probability of the sampled token under the distribution really sampled from, 0 where not an action; versions
     int32, policy version that sampled it, -1 where not an action; mixed bool, sampled after a refit over a KV cache of
-    older weights; routed_experts ``[T, layers, k]`` int16 or None, -1 where unknown.
+    older weights; routed_experts ``[T, layers, k]`` int16 or None, -1 where unknown: the experts that each token went to
+    when the engine first computed it.
     """
 
     token_ids: np.ndarray
@@ -92,6 +93,10 @@ class Trajectory:
                 raise ContractError(
                     f"Trajectory.{name} has {len(getattr(self, name))} entries for {length} tokens"
                 )
+        if self.routed_experts is not None and len(self.routed_experts) != length:
+            raise ContractError(
+                f"Trajectory.routed_experts has {len(self.routed_experts)} entries for {length} tokens"
+            )
         action = self.action_mask
         if not 0 < self.prompt_length <= length:
             raise ContractError(
@@ -179,6 +184,11 @@ class Group:
     @property
     def rewards(self) -> np.ndarray:
         return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
+
+    @property
+    def error(self) -> str:
+        """What the first of its agents that failed said; empty where none did."""
+        return next((r.info["error"] for r in self.rollouts if r.status == "agent_error"), "")
 
     @property
     def segments(self) -> list[Trajectory]:

@@ -224,6 +224,19 @@ def excluded_token_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(i for i in excluded - {eos_token_id(folder)} if i < vocabulary))
 
 
+def expert_layers(folder: Path) -> tuple[int, ...]:
+    """Numbers of the decoder layers that hold a mixture of experts, the rest being dense; transformers' own rule."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    layers = range(text.num_hidden_layers if text.num_experts else 0)
+    return tuple(
+        n
+        for n in layers
+        if n not in text.mlp_only_layers and (n + 1) % text.decoder_sparse_step == 0
+    )
+
+
 def _tokenizer(folder: Path):
     from tokenizers import Tokenizer
 

@@ -22,6 +22,7 @@ import numpy as np
 
 import molt_core
 from molt_core.config import EngineConfig, ModelConfig
+from molt_core.models.load import expert_layers
 from molt_core.rollout.refit import RefitError
 from molt_core.types import ContractError, ImageInput
 
@@ -41,7 +42,9 @@ class Sampled:
     """What the policy generated for one request. Arrays run over its n new tokens.
 
     token_ids int32, logprobs float32 (of the processed distribution), versions int32 (vLLM's own spans).
-    ``prompt_token_ids`` is the prompt as the engine expanded it, to be compared with ours.
+    ``prompt_token_ids`` is the prompt as the engine expanded it, to be compared with ours. routed_experts ``[T, layers, k]``
+    int16, layers with experts only, or None where routes are not recorded: of all positions that were computed, from the
+    prompt's first to the last but one (the last sampled token was never an input).
     """
 
     token_ids: np.ndarray
@@ -49,6 +52,7 @@ class Sampled:
     versions: np.ndarray
     finish_reason: str
     prompt_token_ids: Sequence[int]
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass
@@ -109,6 +113,23 @@ def prepare_environment(config: EngineConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
 
 
+def _device_arguments(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
+    """vLLM's arguments that differ between the devices."""
+    if config.device == "cuda":
+        return {"enable_return_routed_experts": True} if model.routing_replay else {}
+    # A prompt that is prefilled in pieces rewinds its request's generator, which vLLM 0.32 cannot do on the CPU: it kills
+    # the engine. Hence whole prompts only.
+    arguments = {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, model.max_length),
+    }
+    if model.routing_replay:
+        recording = "molt_core.rollout.vllm_routes.Recording"
+        arguments |= {"worker_cls": f"{recording}Worker", "scheduler_cls": f"{recording}Scheduler"}
+    return arguments
+
+
 class Engine:
     """One vLLM ``AsyncLLM``. Create inside a running event loop."""
 
@@ -135,13 +156,7 @@ class Engine:
         self._excluded = {int(token): EXCLUDED_BIAS for token in excluded_ids}
         self._requests = 0
         self._rendered = lru_cache(RENDERED_KEPT)(self._render)
-        # A prompt that is prefilled in pieces rewinds its request's generator, which vLLM 0.32 cannot do on the CPU: it kills
-        # the engine. Hence whole prompts only.
-        cpu = {
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, model.max_length),
-        }
+        self._expert_layers = expert_layers(checkpoint) if model.routing_replay else ()
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(checkpoint),
@@ -161,7 +176,7 @@ class Engine:
                 weight_transfer_config=WeightTransferConfig(backend=vllm_plugin.BACKEND),
                 seed=0,
                 disable_log_stats=True,
-                **(cpu if config.device == "cpu" else {}),
+                **_device_arguments(config, model),
             )
         )
 
@@ -261,7 +276,7 @@ class Engine:
         except Exception as error:
             raise EngineError(f"generation failed: {type(error).__name__}: {error}") from error
         self.tokens[purpose] += len(final.outputs[0].token_ids)
-        return _sampled(final)
+        return _sampled(final, self._expert_layers)
 
     def _render(self, prompt_ids: tuple[int, ...], pixels: tuple[tuple, ...]) -> Any:
         from PIL import Image
@@ -319,7 +334,8 @@ def _named_refit_error():
         raise RefitError(f"the engine could not take the weights: {error}") from error
 
 
-def _sampled(output) -> Sampled:
+def _sampled(output, expert_layers: Sequence[int] = ()) -> Sampled:
+    """vLLM's answer as ours. expert_layers: those of which routes are to be taken; none where they are not recorded."""
     completion = output.outputs[0]
     ids = np.asarray(completion.token_ids, np.int32)
     if completion.logprobs is None or len(completion.logprobs) != len(ids):
@@ -332,4 +348,12 @@ def _sampled(output) -> Sampled:
         versions[span.start : span.end] = int(span.version)
     if (versions < 0).any():
         raise ContractError("engine returned tokens without a policy version")
-    return Sampled(ids, logprobs, versions, completion.finish_reason, output.prompt_token_ids)
+    prompt, routes = output.prompt_token_ids, None
+    if expert_layers:
+        computed, routes = len(prompt) + len(ids) - 1, completion.routed_experts
+        if routes is None or len(routes) != computed:
+            raise ContractError(
+                f"engine returned routes of {0 if routes is None else len(routes)} positions, it computed {computed}"
+            )
+        routes = routes[:, expert_layers].astype(np.int16)
+    return Sampled(ids, logprobs, versions, completion.finish_reason, prompt, routes)

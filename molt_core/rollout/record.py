@@ -35,6 +35,7 @@ class _Segment:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
     def append(
         self, ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int] | None
@@ -44,6 +45,19 @@ class _Segment:
         self.mask += [sampled] * len(ids)
         self.logprobs += list(logprobs) if sampled else [0.0] * len(ids)
         self.versions += list(versions) if sampled else [NOT_SAMPLED] * len(ids)
+
+    def add_routes(self, routes: np.ndarray | None) -> None:
+        """``routes`` of all positions from the first on. Those of an earlier turn stay: they are what its actions came from."""
+        if routes is not None:
+            known = routes[:0] if self.routes is None else self.routes
+            self.routes = np.concatenate([known, routes[len(known) :]])
+
+    def _routed_experts(self) -> np.ndarray | None:
+        """Of every token; the last one was never computed."""
+        if self.routes is None:
+            return None
+        absent = (len(self.token_ids) - len(self.routes), *self.routes.shape[1:])
+        return np.concatenate([self.routes, np.full(absent, NOT_SAMPLED, self.routes.dtype)])
 
     def trajectory(self) -> Trajectory:
         length = len(self.token_ids)
@@ -56,6 +70,7 @@ class _Segment:
             mixed=np.zeros(length, bool),  # every refit recomputes the KV cache
             turns=tuple(self.turns),
             images=self.images,
+            routed_experts=self._routed_experts(),
         )
 
 
@@ -118,6 +133,7 @@ class Recorder:
         segment.images = images
         start = len(segment.token_ids)
         segment.append(sampled.token_ids, sampled.logprobs, sampled.versions)
+        segment.add_routes(sampled.routed_experts)
         segment.turns.append(
             Turn(
                 start,

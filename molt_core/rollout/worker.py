@@ -144,7 +144,9 @@ class RolloutWorker:
             result = await self.agent.run(recorder)
             reward, info = float(result.reward), result.info
             if not math.isfinite(reward):
-                raise ValueError(f"reward {reward} is not finite")
+                raise ValueError(
+                    f"reward {reward} is not finite: return a finite number, or raise what went wrong"
+                )
             segments = recorder.trajectories()
         except (ContractError, EngineError):
             raise
@@ -152,7 +154,8 @@ class RolloutWorker:
             Exception
         ) as error:  # the agent is a user's program: whatever it raises is recorded and counted
             recorder.raise_failure()
-            reason = f"{type(error).__name__}: {error}"
+            where = f"{type(self.agent).__name__} at prompt {recorder.prompt.index} ({recorder.prompt.prompt_id})"
+            reason = f"{where}: {type(error).__name__}: {error}"
             return Rollout(rollout_id, (), float("nan"), "agent_error", {"error": reason})
         status = "ok" if any(segment.action_tokens for segment in segments) else "no_action_tokens"
         return Rollout(rollout_id, segments, reward, status, info)

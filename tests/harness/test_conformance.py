@@ -16,6 +16,7 @@ from harness.conformance import (
     main,
     synthetic_rows,
     verdict,
+    with_routes,
 )
 from molt_core.config import RunConfig
 from molt_core.models.load import excluded_token_ids
@@ -111,6 +112,15 @@ def test_the_batch_has_what_goes_wrong_and_nothing_that_was_excluded(checkpoint)
             assert len(image.patches) == 4 * image.length
 
 
+def test_recorded_rows_have_two_different_experts_everywhere_but_at_the_last_token(checkpoint):
+    for row in with_routes(synthetic_rows(checkpoint, 128), checkpoint):
+        assert row.routed_experts.shape == (len(row.token_ids), 2, 2)
+        assert (row.routed_experts[-1] == -1).all()
+        computed = row.routed_experts[:-1]
+        assert computed.min() >= 0 and computed.max() < 8
+        assert (computed[..., 0] != computed[..., 1]).all()
+
+
 def test_rows_longer_than_the_model_allows_are_left_out(checkpoint):
     rows = synthetic_rows(checkpoint, 20)
     assert rows and max(len(row.token_ids) for row in rows) <= 20
@@ -119,11 +129,13 @@ def test_rows_longer_than_the_model_allows_are_left_out(checkpoint):
 
 
 @pytest.mark.distributed
-def test_megatron_core_and_fsdp2_make_the_same_update(checkpoint, tmp_path):
+@pytest.mark.parametrize("replay", [False, True])
+def test_megatron_core_and_fsdp2_make_the_same_update(checkpoint, tmp_path, replay):
     """From the command line, as the harness calls it; the candidate on two ranks."""
     for name, backend, size in (("a", MEGATRON, 1), ("b", "fsdp2", 2)):
-        text = yaml.safe_dump(run_config(backend, world_size=size, micro_batch_rows=5))
-        (tmp_path / f"{name}.yaml").write_text(text)
+        arm = run_config(backend, world_size=size, micro_batch_rows=5)
+        arm["model"]["routing_replay"] = replay
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(arm))
     out = tmp_path / "conformance.json"
     main(tmp_path / "a.yaml", tmp_path / "b.yaml", checkpoint, out)
     result = json.loads(out.read_text())

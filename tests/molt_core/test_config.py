@@ -142,5 +142,6 @@ def test_the_best_checkpoint_by_an_evaluation_is_saved_where_there_is_one():
 
 
 def test_replaying_routes_that_no_engine_records_is_refused_before_the_run():
-    model = BASE["model"] | {"routing_replay": True}
-    refused({"model": model}, "the engine does not record them yet")
+    replayed = {"model": BASE["model"] | {"routing_replay": True}}
+    refused(replayed | {"engine": {"prefix_caching": False}}, "set engine.prefix_caching: true")
+    RunConfig.model_validate(BASE | replayed)

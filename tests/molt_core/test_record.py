@@ -26,9 +26,11 @@ class Scripted:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        ids, logprobs, versions, reason = answer
+        ids, logprobs, versions, reason, *routes = answer
         expanded = getattr(self, "expanded", list(prompt_ids))
-        return Sampled(np.array(ids), np.array(logprobs), np.array(versions), reason, expanded)
+        return Sampled(
+            np.array(ids), np.array(logprobs), np.array(versions), reason, expanded, *routes
+        )
 
 
 def recorder(engine: Scripted, max_length: int = 32) -> Recorder:
@@ -77,6 +79,29 @@ def test_a_history_that_was_rewritten_starts_a_new_segment():
     assert first.token_ids.tolist() == [5, 6, 7, 8]
     assert second.token_ids.tolist() == [5, 6, 7, 99, 10]
     assert second.action_mask.tolist() == [False] * 4 + [True]
+
+
+def routes(*experts: int) -> np.ndarray:
+    """One layer, two experts a token: the one named and the next."""
+    return np.array([[[expert, expert + 1]] for expert in experts], np.int16)
+
+
+def test_routes_lie_at_the_tokens_that_were_computed_and_those_of_an_earlier_turn_stay():
+    context = recorder(
+        Scripted((*FIRST, routes(1, 2, 3)), (*SECOND, routes(91, 92, 93, 4, 5))),
+    )
+    play(context, [5, 6], [5, 6, 7, 8, 9])
+    (row,) = context.trajectories()
+    assert row.routed_experts[:, 0, 0].tolist() == [1, 2, 3, 4, 5, -1]
+    assert row.routed_experts[:, 0, 1].tolist() == [2, 3, 4, 5, 6, -1]
+
+
+def test_a_new_segment_has_routes_of_its_own():
+    context = recorder(Scripted((*FIRST, routes(1, 2, 3)), (*SECOND, routes(6, 7, 8, 9))))
+    play(context, [5, 6], [5, 6, 7, 99])
+    first, second = context.trajectories()
+    assert first.routed_experts[:, 0, 0].tolist() == [1, 2, 3, -1]
+    assert second.routed_experts[:, 0, 0].tolist() == [6, 7, 8, 9, -1]
 
 
 def test_a_failed_call_leaves_the_rollout_as_it_was():
@@ -130,6 +155,7 @@ def test_a_result_without_a_finite_reward_loses_the_rollout_and_no_more(result):
     worker.agent = Replies(result)
     rollout = asyncio.run(worker._episode(recorder(Scripted(FIRST)), "0/0"))
     assert (rollout.status, rollout.segments) == ("agent_error", ())
+    assert rollout.info["error"].startswith("Replies at prompt 0 (p): ")
     worker.agent = Replies(Result(reward=1.0))
     assert asyncio.run(worker._episode(recorder(Scripted(FIRST)), "0/1")).status == "ok"
 
@@ -186,6 +212,20 @@ def test_log_probabilities_are_of_the_sampled_ids_and_versions_of_their_spans():
 def test_a_token_without_a_version_is_refused():
     with pytest.raises(ContractError, match="without a policy version"):
         _sampled(output([7, 9], [-1.0, -2.0], [(0, 1, "4")]))
+
+
+def test_routes_are_of_the_layers_with_experts_and_of_every_computed_position():
+    answer = output([7, 9], [-1.0, -2.0], [(0, 2, "4")])
+    assert _sampled(answer).routed_experts is None
+    answer.outputs[0].routed_experts = np.arange(3 * 4 * 2, dtype=np.uint8).reshape(3, 4, 2)
+    found = _sampled(answer, (1, 3)).routed_experts
+    assert found.tolist() == [[[2, 3], [6, 7]], [[10, 11], [14, 15]], [[18, 19], [22, 23]]]
+    answer.outputs[0].routed_experts = answer.outputs[0].routed_experts[1:]
+    with pytest.raises(ContractError, match="routes of 2 positions, it computed 3"):
+        _sampled(answer, (1, 3))
+    answer.outputs[0].routed_experts = None
+    with pytest.raises(ContractError, match="routes of 0 positions, it computed 3"):
+        _sampled(answer, (1, 3))
 
 
 def test_a_token_without_a_log_probability_is_refused():

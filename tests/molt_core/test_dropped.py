@@ -1,0 +1,67 @@
+"""A run whose agent fails on every prompt ends, and says which agent, on which prompt, and why."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from molt_core.agents.base import Result
+from molt_core.config import RunConfig, SamplingConfig
+from molt_core.loop import EverythingDropped, Loop
+from molt_core.metrics import RunWriter
+from molt_core.rollout.worker import RolloutWorker
+from molt_core.types import Prompt
+from tests.molt_core.make import group
+from tests.molt_core.test_record import FIRST, Scripted
+
+CONFIG = RunConfig.model_validate(
+    {
+        "model": {"builtin": "tiny-qwen3-vl-moe"},
+        "task": {"source": "shapes"},
+        "rollout": {"groups_per_step": 2, "samples_per_prompt": 2},
+    }
+)
+
+
+class NotANumber:
+    async def run(self, context):
+        await context.generate(context.prompt.token_ids)
+        return Result(float("nan"))
+
+
+def test_a_reward_that_is_no_number_never_reaches_the_estimator_and_is_named(tmp_path, capsys):
+    from molt_core.rollout.record import Recorder
+
+    worker = RolloutWorker(None, "unused")
+    worker.agent = NotANumber()
+    loop = Loop(CONFIG, tmp_path, RunWriter(tmp_path, attempt=1, steps=4))
+
+    async def rollout(index: int, version: int, together: int):
+        prompt = Prompt(loop.pool._prompt_id(index), index, (5, 6))
+        recorder = Recorder(
+            Scripted(FIRST).generate, prompt, SamplingConfig(), 32, (1, index, 0), str
+        )
+        lost = await worker._episode(recorder, f"{index}/0")
+        made = group(index, prompt_id=prompt.prompt_id)
+        generated = made.rollouts[1].action_tokens + recorder.tokens_generated
+        return replace(made, rollouts=(lost, made.rollouts[1]), tokens_generated=generated)
+
+    loop.workers = [SimpleNamespace(rollout=SimpleNamespace(remote=rollout))]
+
+    async def run():
+        loop._dispatch()
+        try:
+            await loop._until(loop.pool.take)
+        finally:
+            for task in loop.tasks:
+                task.cancel()
+
+    with pytest.raises(EverythingDropped) as raised:
+        asyncio.run(run())
+    message = str(raised.value)
+    assert "'agent_error': " in message
+    assert "NotANumber at prompt " in message and "reward nan is not finite: return" in message
+    printed = capsys.readouterr().out.strip().splitlines()
+    assert len(printed) == 1 and "NotANumber at prompt 0 (" in printed[0]
+    loop.pool.check()
