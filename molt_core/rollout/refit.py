@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 BUCKET_BYTES = 256 * 2**20
 ALIGNMENT = 16
-CHECKSUM_WORDS = 2**24
+CHECKSUM_ROW = 2**13
 OUTPUT_LAYER = "lm_head.weight"
 
 
@@ -88,15 +88,24 @@ def unpack(slots: Sequence[TensorSlot], buffer: torch.Tensor) -> Iterator[tuple[
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """Position-dependent 64-bit sum of a bucket's words, on whatever device it lies. Wraps around.
+    """``sum_i (2 i + 1) x_i`` modulo 2^64 over a bucket's 64-bit words x, on whatever device it lies.
 
-    In pieces, because a word takes sixteen bytes on the way.
+    Odd factors, so that any change of one word is seen; factors of the place, so that exchanged words are. Over rows of words
+    that is a sum of their column sums and their row sums, which reads the bucket twice and writes nothing of its size.
     """
-    total = 0
-    for start, words in enumerate(buffer.view(torch.int32).split(CHECKSUM_WORDS)):
-        place = torch.arange(len(words), device=words.device) + start * CHECKSUM_WORDS
-        total += int((words.to(torch.int64) * (place % 8191 + 1)).sum())
-    return total
+    words = buffer.view(torch.int64)
+    whole = len(words) // CHECKSUM_ROW * CHECKSUM_ROW
+    rest = _weighed(words[whole:][None], whole)
+    return int(_weighed(words[:whole].view(-1, CHECKSUM_ROW), 0) + rest)
+
+
+def _weighed(rows: torch.Tensor, first: int) -> torch.Tensor:
+    """``sum_i (2 i + 1) x_i`` of the words in ``rows``, i counting from ``first``."""
+    count, width = rows.shape
+    sums, device = rows.sum(1), rows.device
+    column = (rows.sum(0) * torch.arange(width, device=device)).sum()
+    row = (sums * (first + width * torch.arange(count, device=device))).sum()
+    return 2 * (column + row) + sums.sum()
 
 
 @dataclass(frozen=True)
@@ -110,8 +119,10 @@ class Sent:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Sent:
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        words = torch.cat([raw, raw.new_zeros(-raw.numel() % 4)])
-        return cls(tuple(tensor.shape), tensor.dtype, checksum(words))
+        padding = -raw.numel() % 8
+        if padding or raw.storage_offset() % 8:
+            raw = torch.cat([raw, raw.new_zeros(padding)])
+        return cls(tuple(tensor.shape), tensor.dtype, checksum(raw))
 
 
 def check_kept(

@@ -166,6 +166,29 @@ def test_a_refit_that_lacks_a_tensor_names_it(played):
     assert "missing ['lm_head.weight']" in results["refusal"]
 
 
+@pytest.mark.parametrize("row", [2, 4, 2**13])
+def test_a_checksum_is_the_words_times_the_odd_numbers_modulo_2_to_the_64(monkeypatch, row):
+    monkeypatch.setattr(refit, "CHECKSUM_ROW", row)
+    words = [3, -(2**63), 2**62, -1, 2**63 - 1, 12345, 7]
+    expected = sum((2 * place + 1) * word for place, word in enumerate(words)) % 2**64
+    buffer = torch.tensor(words).view(torch.uint8)
+    assert refit.checksum(buffer) % 2**64 == expected
+    for byte in range(len(buffer)):
+        changed = buffer.clone()
+        changed[byte] ^= 128
+        assert refit.checksum(changed) % 2**64 != expected
+    exchanged = torch.tensor([words[1], words[0], *words[2:]]).view(torch.uint8)
+    assert refit.checksum(exchanged) % 2**64 != expected
+
+
+def test_tensors_of_any_size_and_place_are_summed():
+    whole = torch.arange(9, dtype=torch.bfloat16)
+    for start, stop in ((0, 9), (1, 4), (3, 8)):
+        part = whole[start:stop]
+        assert refit.Sent.of(part) == refit.Sent.of(part.clone())
+        assert refit.Sent.of(part) != refit.Sent.of(part + 1)
+
+
 KEPT = {"norm": torch.arange(8.0), "head": torch.ones(3, 2, dtype=torch.bfloat16)}
 
 
