@@ -24,15 +24,21 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from analysis import wording  # noqa: E402
-from analysis.inference import Verdict, mean_interval  # noqa: E402
+from analysis.inference import Comparison, Verdict, mean_interval  # noqa: E402
 from analysis.load import FINISHED, Experiment, RunRecord, steady  # noqa: E402
 from analysis.summaries import mean_over_steps  # noqa: E402
 from analysis.verdict import EndpointResult  # noqa: E402
 
 INK, FAINT = "#010203", "#040506"
-ARM_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+ARM_COLOURS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f01", "#56b4e8", "#5c5c5c", "#7a4b1e",
+)  # fmt: skip
 EDGE = "#1f1f1f"
-LINES, MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
+LINES = ("-", "--", ":", "-.", (0, (8, 2, 1, 2, 1, 2)), (0, (10, 4)), (0, (4, 1)), (0, (1, 4)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "|||", "ooo")
+MOST_ARMS = len(ARM_COLOURS)
+"""Arms that a figure can tell apart; the report of an experiment with more shows no figure of its arms."""
 # What the page's style sheet decides; matplotlib writes the colours above, the page reads these.
 PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"} | {
     colour: f"var(--arm-{index})" for index, colour in enumerate(ARM_COLOURS)
@@ -48,6 +54,8 @@ PARTS = {
 }
 WIDE = 11.0
 """Inches of a figure over the whole page; the fonts of all figures are 10 points."""
+MOST_MARGINS = 12.0
+"""Margins to each side of a forest plot; what lies beyond is drawn as an arrowhead at its edge."""
 SMOOTHING = 9
 """Steps of the centred moving mean in the training curves."""
 
@@ -84,7 +92,8 @@ def forest(results: Sequence[EndpointResult]) -> str:
         figure, axes = plt.subplots(figsize=(WIDE, 0.9 + 0.55 * len(results)))
         axes.axvspan(-1, 1, color=FAINT, alpha=0.22, lw=0)
         axes.axvline(0, color=INK, lw=0.8)
-        reach = 2.0
+        farthest = max(abs(_in_margins(r, v)) for r in shown for v in _spans(r.comparison))
+        reach = min(max(2.0, farthest) * 1.08, MOST_MARGINS)
         for row, result in enumerate(reversed(results)):
             label = plain(f"{title_of(result, results)}\n{wording.margin(result.endpoint)}")
             axes.text(
@@ -100,19 +109,9 @@ def forest(results: Sequence[EndpointResult]) -> str:
                 axes.text(1.01, row, why, transform=axes.get_yaxis_transform(), va="center")
                 continue
             c = result.comparison
-            centre, low, high, tost_low, tost_high = (
-                _in_margins(result, v)
-                for v in (c.estimate, c.ci_low, c.ci_high, c.tost_low, c.tost_high)
-            )
-            axes.plot([low, high], [row, row], color=ARM_COLOURS[0], lw=1.2, solid_capstyle="butt")
-            axes.plot(
-                [tost_low, tost_high], [row, row], color=ARM_COLOURS[0], lw=5, solid_capstyle="butt"
-            )
-            axes.plot(centre, row, marker="D", ms=8, mfc="white", mec=ARM_COLOURS[0], mew=1.8)
-            reach = max(reach, abs(low), abs(high))
+            _draw_effect(axes, row, [_in_margins(result, v) for v in _spans(c)], reach)
             text = f"{wording.effect(result.endpoint, c.estimate)}  {wording.interval(result.endpoint, c.ci_low, c.ci_high)}"
             axes.text(1.01, row, text, transform=axes.get_yaxis_transform(), va="center")
-        reach = min(reach * 1.08, 12)
         axes.set(xlim=(-reach, reach), ylim=(-0.6, len(results) - 0.4), yticks=[])
         axes.set_xlabel("difference, in units of the margin")
         for place, side, text in (
@@ -123,6 +122,25 @@ def forest(results: Sequence[EndpointResult]) -> str:
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
         return to_svg(figure, "forest")
+
+
+def _spans(c: Comparison) -> tuple[float, ...]:
+    """Estimate, the interval of DIFFERENT, the interval of EQUIVALENT."""
+    return c.estimate, c.ci_low, c.ci_high, c.tost_low, c.tost_high
+
+
+def _draw_effect(axes: Axes, row: int, spans: Sequence[float], reach: float) -> None:
+    """Estimate and intervals in margins; an arrowhead at the edge where they go on beyond ``reach``."""
+    centre, low, high, tost_low, tost_high = np.clip(spans, -reach, reach)
+    line = {"color": ARM_COLOURS[0], "solid_capstyle": "butt"}
+    axes.plot([low, high], [row, row], lw=1.2, **line)
+    axes.plot([tost_low, tost_high], [row, row], lw=5, **line)
+    beyond = {"ls": "", "ms": 9, "color": ARM_COLOURS[0]}
+    for edge, marker in ((-reach, "<"), (reach, ">")):
+        if any(abs(v) > reach and v * edge > 0 for v in spans):
+            axes.plot(0.98 * edge, row, marker=marker, **beyond)
+    if abs(spans[0]) <= reach:
+        axes.plot(centre, row, marker="D", ms=8, mfc="white", mec=ARM_COLOURS[0], mew=1.8)
 
 
 def evaluation_curves(experiment: Experiment, field: str, label: str) -> str:
@@ -176,7 +194,7 @@ def mismatch_and_lag(experiment: Experiment) -> str:
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(WIDE, 3.2), width_ratios=(3, 2))
         for index, arm in enumerate(experiment.plan.arms):
-            style = {"color": ARM_COLOURS[index % 4], "ls": LINES[index % 4], "lw": 1.2}
+            style = {"color": ARM_COLOURS[index], "ls": LINES[index], "lw": 1.2}
             for field, axes, alpha in (("mismatch_p99", left, 1.0), ("mismatch_max", left, 0.45)):
                 table = _table(experiment.finished(arm.name), field)
                 if not table.empty:
@@ -223,7 +241,7 @@ def distributions(
         with plt.rc_context(STYLE):
             figure, axes = plt.subplots(figsize=(3.9, 0.75 + 0.5 * len(values)))
             for row, (arm, by_seed) in enumerate(values.items()):
-                sample, index = list(by_seed.values()), order.index(arm) % 4
+                sample, index = list(by_seed.values()), order.index(arm)
                 if not sample:
                     continue
                 style = {"color": ARM_COLOURS[index], "marker": MARKERS[index]}
@@ -277,14 +295,14 @@ def _curves(experiment: Experiment, field: str, label: str, *, smoothing: int, m
 
 def _draw_arm(axes: Axes, table: pd.DataFrame, index: int, name: str, marked: bool) -> None:
     """Seeds thin; mean and interval where every seed has a value."""
-    colour, line = ARM_COLOURS[index % 4], LINES[index % 4]
+    colour, line = ARM_COLOURS[index], LINES[index]
     for seed in table:
         axes.plot(table[seed].dropna(), color=colour, ls=line, lw=0.6, alpha=0.45)
     whole = table.dropna()
     summary = np.array([mean_interval(row) for row in whole.to_numpy()])
     if not len(summary):
         return
-    marker = MARKERS[index % 4] if marked else ""
+    marker = MARKERS[index] if marked else ""
     axes.plot(
         whole.index,
         summary[:, 0],

@@ -16,6 +16,7 @@ from analysis.plots import (
     ARM_COLOURS,
     EDGE,
     FAINT,
+    HATCHES,
     INK,
     LINES,
     STYLE,
@@ -27,7 +28,6 @@ from analysis.plots import (
 from analysis.sample_size import TARGET_POWER, spread_factors, tost_power, welch_power
 from analysis.verdict import EndpointResult
 
-HATCHES = ("", "///", "...", "xxx")
 RUNS = tuple(range(3, 31))
 
 
@@ -50,7 +50,7 @@ def timeline(experiment: Experiment) -> str:
         seen: set[str] = set()
         for row, name in enumerate(names):
             for span, run, kind in lanes[name]:
-                index = order.index(run.system) % 4
+                index = order.index(run.system)
                 start, width = (span.started - begin) / seconds, _end(span, run) - span.started
                 lost = span.state != "DONE"
                 label = f"{run.system}{', noise floor' if kind else ''}"

@@ -102,13 +102,19 @@ def _cell(value: Any) -> str:
 
 
 def _figures(experiment: Experiment, results: tuple[EndpointResult, ...]) -> dict[str, Any]:
-    return {
+    """Name -> figure; those that tell arms apart are left out where the arms are too many for it."""
+    figures = {
         "forest": plots.forest(results),
+        "power": plots_runs.power_curves(results),
+        "parts": plots.step_parts(experiment),
+        "too_many_arms": len(experiment.plan.arms) > plots.MOST_ARMS,
+    }
+    if figures["too_many_arms"]:
+        return figures | {"runs": [], "timeline": "", "curves": [], "mismatch": ""}
+    return figures | {
         "runs": plots.distributions(experiment, results),
         "timeline": plots_runs.timeline(experiment),
-        "power": plots_runs.power_curves(results),
         "curves": [figure for figure in _curve_figures(experiment) if figure],
-        "parts": plots.step_parts(experiment),
         "mismatch": plots.mismatch_and_lag(experiment),
     }
 
