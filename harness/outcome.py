@@ -98,12 +98,13 @@ def judge_exit(
         write_json(folder.path / "done.json", done)
         return "DONE", ""
     said = last_words(attempt / "output.log")
-    if killed_for_memory and code in (-signal.SIGKILL, EXIT_JUDGED):
+    facts = (read_json(attempt / "reason.json") or {}) if code == EXIT_JUDGED else {}
+    # Where another node was lost, this one's memory is not to blame.
+    if killed_for_memory and code in (-signal.SIGKILL, EXIT_JUDGED) and not facts.get("nodes"):
         return "OOM", f"the kernel killed for memory on this node; the command's last words: {said}"
     if code < 0:
         return "KILLED", f"{signal.Signals(-code).name} ended the command"
     if code == EXIT_JUDGED:
-        facts = read_json(attempt / "reason.json") or {}
         state, detail = facts.get("reason", "JUDGED"), facts.get("detail", said)
         return told_by(detail) or state, detail
     if code == EXIT_STOPPED:

@@ -6,9 +6,12 @@ import sys
 
 import pytest
 
-from harness.cluster import Cluster, RaySettings
+from harness.cluster import Cluster, Container, RaySettings
+from harness.container import launch
+from harness.outcome import EXIT_JUDGED, judge_exit
 from harness.ray_cluster import allocated_nodes, launch_line
 from harness.ray_node import Layout, start_command
+from harness.run_folder import write_json
 from harness.spec import Resources
 
 GPU = Resources(nodes=2, device="cuda", devices_per_node=8, cpus_per_node=96)
@@ -75,5 +78,22 @@ def test_the_head_is_this_node(monkeypatch, tmp_path, here, first):
     assert allocated_nodes() == first
 
 
+def test_in_a_container_of_pyxis_a_node_of_ray_is_a_step_on_that_very_node():
+    line = launch(Container(runtime="pyxis", image="/image.sqsh"), ["ray", "start"], node="n8")
+    assert line[0] == "srun" and line[-2:] == ["ray", "start"]
+    assert "--nodelist=n8" in line and not [part for part in line if "relative" in part]
+
+
 def test_ray_is_started_by_the_python_that_the_run_has():
     assert start_command(layout(), "n7", "10.0.0.7", "/tmp/m", sys.executable)[0] == sys.executable
+
+
+def test_a_lost_node_is_no_want_of_memory_on_this_one(make_run):
+    folder = make_run()
+    attempt = folder.new_attempt()
+    lost = {"reason": "NODE_FAIL", "detail": "n8 is lost", "nodes": ["n8"]}
+    write_json(attempt / "reason.json", lost)
+    said = judge_exit(folder, attempt, EXIT_JUDGED, killed_for_memory=True)
+    assert said == ("NODE_FAIL", "n8 is lost")
+    write_json(attempt / "reason.json", {"reason": "WORKER_DIED", "detail": "an actor died"})
+    assert judge_exit(folder, attempt, EXIT_JUDGED, killed_for_memory=True)[0] == "OOM"
