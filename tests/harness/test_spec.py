@@ -123,6 +123,7 @@ def test_null_is_a_value_and_not_an_absence():
         ("  warmup:", "  trainer: {}\n  warmup:", "trainer: {}", "protocol.trainer", "Move it to"),
         ("  warmup:", "  seed: 3\n  warmup:", "seed: 3", "protocol.seed", "List seeds under"),
         ("seeds: [0, 1]", "seeds: [0, 0]", "seeds: [0, 0]", "seeds", "repeats 0"),
+        ("seeds: [0, 1]", "seeds: [0, 1]\nrules: {alpha: 0.4}", "rules:", "rules.alpha", "0.05"),
         ("[4, 5, 6]", "[4, 4]", "[4, 4]", "scales.there.seeds", "repeats 4"),
         (
             "    role: baseline",
