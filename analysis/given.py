@@ -68,7 +68,7 @@ def from_table(path: Path, by: str, value: str | None, pair_by: str | None = Non
             raise InputError(
                 f"{path}: no column {column}; {option} takes one of {', '.join(table.columns)}"
             )
-    column = _value_column(path, table, value, {by, pair_by, *RUN_COLUMNS, *STEP_COLUMNS})
+    column = _value_column(path, table, value, by, {by, pair_by, *RUN_COLUMNS, *STEP_COLUMNS})
     _require_arms(path, table, by)
     notes = _require_one_row_a_run(path, table.drop(columns=column), by)
     table[column] = _numbers(path, table[column])
@@ -113,14 +113,15 @@ def _read(path: Path, by: str) -> pd.DataFrame:
     return pd.DataFrame(data)
 
 
-def _value_column(path: Path, table: pd.DataFrame, value: str | None, others: set) -> str:
+def _value_column(path: Path, table: pd.DataFrame, value: str | None, by: str, others: set) -> str:
     numeric = [c for c in table.select_dtypes("number").columns if c not in others]
     if value is None and len(numeric) != 1:
         choice = f"--value {' or '.join(numeric)}" if numeric else "no column holds numbers"
         raise InputError(f"{path}: say which number to compare: {choice}")
     column = numeric[0] if value is None else value
-    if column not in table:
-        raise InputError(f"{path}: no column {column}; --value takes one of {', '.join(numeric)}")
+    if column not in table or column == by:
+        what = f"column {column} names the arm" if column == by else f"no column {column}"
+        raise InputError(f"{path}: {what}; --value takes one of {', '.join(numeric)}")
     return column
 
 

@@ -59,6 +59,12 @@ def test_a_text_as_the_value_names_its_row(tmp_path):
         from_table(path, "system", "s")
 
 
+def test_the_column_of_the_arm_is_no_number(tmp_path):
+    path = table(tmp_path, "system,seed,s\na,0,1\nb,0,3\n")
+    with pytest.raises(InputError, match="column system names the arm; --value takes one of s"):
+        from_table(path, "system", "system")
+
+
 def test_a_step_as_the_last_step_of_each_run_is_no_table_of_steps(tmp_path):
     path = table(tmp_path, "system,seed,step,s\na,0,90,1\na,1,100,2\nb,0,95,3\n")
     assert from_table(path, "system", None).samples["a"] == [1.0, 2.0]
