@@ -229,7 +229,7 @@ def expert_layers(folder: Path) -> tuple[int, ...]:
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    layers = range(text.num_hidden_layers if text.num_experts else 0)
+    layers = range(text.num_hidden_layers if getattr(text, "num_experts", 0) else 0)
     return tuple(
         n
         for n in layers

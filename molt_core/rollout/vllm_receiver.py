@@ -16,6 +16,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -56,6 +60,18 @@ class BucketInfo(WeightTransferUpdateInfo):
     checksum: int
 
 
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Let an output layer that is the embedding compute with what the embedding is now.
+
+    vLLM 0.32 packs it for the CPU when the model is loaded, and again only where weights of its own arrive, which never do.
+    """
+    modules = list(model.modules())
+    embeddings = {m.weight.data_ptr() for m in modules if type(m) is VocabParallelEmbedding}
+    for module in modules:
+        if isinstance(module, ParallelLMHead) and module.weight.data_ptr() in embeddings:
+            module.quant_method.process_weights_after_loading(module)
+
+
 class BucketReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
     init_info_cls = JoinInfo
     update_info_cls = BucketInfo
@@ -93,6 +109,8 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            repack_tied_heads(self.model)
         kept = dict(self.model.named_parameters())
         check_kept(self._sent, kept, self.model.hf_to_vllm_mapper.map_name)
 

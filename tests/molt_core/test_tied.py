@@ -1,13 +1,14 @@
-"""A policy whose output layer is its embedding: trained as one weight, saved once, and still tied at the other end."""
+"""A policy whose output layer is its embedding: trained as one weight, saved and sent once, and still tied at the other end."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
 from molt_core.config import TrainerConfig
-from molt_core.models.load import load_policy, save_policy
-from molt_core.rollout.refit import OUTPUT_LAYER
+from molt_core.models.load import iterate_weights, load_policy, save_policy
+from molt_core.rollout.refit import OUTPUT_LAYER, checkpoint_names
 from molt_core.train.collate import collate
 from molt_core.train.fsdp2 import FSDP2Backend
 from tests.harness.trainer_cases import (
@@ -23,6 +24,7 @@ from tests.harness.trainer_cases import (
     token_logprobs,
     trajectories,
 )
+from tests.molt_core.test_loop import run_config, run_loop
 
 EMBEDDING = "model.language_model.embed_tokens.weight"
 
@@ -90,3 +92,21 @@ def test_it_trains_as_transformers_does_and_goes_on_from_a_save(tied, one_rank, 
     policy = load_policy(exported)
     assert policy.lm_head.weight is policy.model.language_model.embed_tokens.weight
     assert torch.equal(policy.lm_head.weight, weights[EMBEDDING])
+
+
+@pytest.mark.engine
+def test_a_run_sends_the_shared_weight_once_and_the_engine_uses_it_twice(
+    tied, ray_session, tmp_path
+):
+    assert OUTPUT_LAYER not in checkpoint_names(tied)
+    records = run_loop(run_config(loop={"steps": 2, "max_staleness": 0}), tied, tmp_path)
+    once = sum(weight.nbytes for _, weight in iterate_weights(tied))
+    for record in records[1:]:
+        assert record["refit_bytes"] == once
+        # An engine that left its output layer as it was would be off by far more after a step of AdamW.
+        assert record["mismatch_p99"] <= 1e-5
+        assert record["grad_norm"] > 0
+    exported = tmp_path / "checkpoints" / "policy"
+    assert names_on_disk(exported) == names_on_disk(tied)
+    before, after = (dict(iterate_weights(folder))[EMBEDDING] for folder in (tied, exported))
+    assert float(np.abs(after - before).max()) > 1e-3
