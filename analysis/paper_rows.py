@@ -158,11 +158,13 @@ def _speed_row(name: str, speeds: Sequence[Speed], experiment: Experiment, arm: 
 
 
 def declared_devices(run: RunRecord) -> int | None:
-    """Trainer ranks and engine devices of the run's configuration: what the recorded ``devices`` must be. None: unknown."""
+    """Trainer ranks, a critic's own and engine devices of the configuration: what ``devices`` must be. None: unknown."""
     engine, trainer = run.config.get("engine", {}), run.config.get("trainer", {})
     if "count" not in engine or "world_size" not in trainer:
         return None
-    return trainer["world_size"] + engine["count"] * engine.get("tensor_parallel", 1)
+    separate = (run.config.get("critic") or {}).get("placement") == "separate"
+    ranks = trainer["world_size"] * (1 + separate)
+    return ranks + engine["count"] * engine.get("tensor_parallel", 1)
 
 
 def _identity(product: float, tokens: float) -> str:

@@ -46,6 +46,7 @@ PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"} | {
 PARTS = {
     "t_forward_backward_s": ("forward, backward", "#009e72", ""),
     "t_optimizer_s": ("optimiser", "#cc79a8", "///"),
+    "t_critic_s": ("critic", "#a6761d", "\\\\"),
     "t_refit_s": ("refit", "#e69f00", "..."),
     "t_probe_s": ("probe", "#d5ccff", "|||"),
     "t_eval_s": ("evaluation", "#56b4e9", "\\\\\\"),

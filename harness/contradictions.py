@@ -119,13 +119,13 @@ def unfit(
     there = resources.nodes * resources.devices_per_node
     for system, config in configs.items():
         trainer, engine = config.trainer, config.engine
-        needs = trainer.world_size * (trainer.device == "cuda")
+        needs = config.trainer_processes * (trainer.device == "cuda")
         needs += engine.count * engine.tensor_parallel * (engine.device == "cuda")
         if needs > there:
             yield Problem(
                 document.line(("scales", scale, "resources")),
                 f"scales.{scale}.resources",
-                f"gives {there} accelerators and {system} needs {needs} (trainer ranks + engines)",
+                f"gives {there} accelerators and {system} needs {needs} (trainer and critic ranks + engines)",
                 "Raise nodes or devices_per_node, or shrink trainer.world_size or engine.count",
             )
         elif resources.nodes > 1:

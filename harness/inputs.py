@@ -21,7 +21,7 @@ from typing import Any
 from harness.identity import CODE, MIB, ROOT, digest, hash_path
 from molt_core.config import RunConfig
 
-WEIGHTS = ("model.path", "algorithm.teacher")
+WEIGHTS = ("model.path", "algorithm.teacher", "critic.path")
 """Keys that name the folder of a published model."""
 WHOLE_UP_TO = 64 * MIB
 """Largest file of a published model that is hashed byte by byte."""
@@ -55,10 +55,16 @@ def protocol_inputs(config: RunConfig, base: Path) -> tuple[Input, ...]:
     ]
     if looks_like_path(config.task.source):
         found.append(_at("task.source", config.task.source, base))
-    for key, name in zip(WEIGHTS, (config.model.path, config.algorithm.teacher)):
+    for key, name in weights_folders(config).items():
         if name is not None and (base / name).is_dir():
             found.append(_at(key, name, base))
     return (*found, *_module("task.agent", config.task.agent))
+
+
+def weights_folders(config: RunConfig) -> dict[str, str | None]:
+    """What each of ``WEIGHTS`` says."""
+    critic = None if config.critic is None else config.critic.path
+    return dict(zip(WEIGHTS, (config.model.path, config.algorithm.teacher, critic)))
 
 
 def trainer_inputs(config: RunConfig) -> tuple[Input, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from harness.expand import Expansion
-from harness.inputs import find_module, looks_like_path
+from harness.inputs import find_module, looks_like_path, weights_folders
 
 FREE_DISK_GB = 2
 """What an experiment may write before anybody looks: logs, metrics, a few checkpoints of a small model."""
@@ -30,10 +30,7 @@ def _inputs(expansion: Expansion) -> Iterator[str]:
             f"protocol.task.source: {source} does not exist below {expansion.base}; put your rows there (JSONL, parquet or "
             f"a Hugging Face folder) or change the path in {where}"
         )
-    for key, folder in (
-        ("model.path", config.model.path),
-        ("algorithm.teacher", config.algorithm.teacher),
-    ):
+    for key, folder in weights_folders(config).items():
         if folder is not None and not (expansion.base / folder).is_dir():
             yield (
                 f"protocol.{key}: {folder} is no folder here; download the checkpoint first (compute nodes are often "

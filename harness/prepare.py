@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from harness.expand import Expansion, Run
-from harness.inputs import import_path, looks_like_path
+from harness.inputs import import_path, looks_like_path, weights_folders
 from harness.run_folder import RunFolder, edit_json, write_json
 from molt_core.config import RunConfig
 
@@ -109,10 +109,10 @@ def write_config(path: Path, config: RunConfig, base: Path) -> None:
     data = config.model_dump(mode="json")
     if looks_like_path(config.task.source):
         data["task"]["source"] = _local(config.task.source, base)
-    if config.model.path is not None:
-        data["model"]["path"] = _local(config.model.path, base)
-    if config.algorithm.teacher is not None:
-        data["algorithm"]["teacher"] = _local(config.algorithm.teacher, base)
+    for key, folder in weights_folders(config).items():
+        if folder is not None:
+            section, name = key.split(".")
+            data[section][name] = _local(folder, base)
     data["algorithm"]["plugins"] = [_local(p, base) for p in config.algorithm.plugins]
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     if not path.exists() or path.read_text() != text:

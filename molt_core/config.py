@@ -11,7 +11,7 @@ from typing import Literal
 import yaml
 from pydantic import Field, model_validator
 
-from molt_core.algo.config import GROUP_ESTIMATORS, AlgorithmConfig
+from molt_core.algo.config import BUILT_IN_WITHOUT_CRITIC, GROUP_ESTIMATORS, AlgorithmConfig
 from molt_core.strict import Strict
 
 
@@ -99,6 +99,33 @@ class OptimizerConfig(Strict):
     )
     warmup_steps: int = Field(0, ge=0)
     steps_per_batch: Literal[1] = Field(1, description="optimiser steps a batch")
+
+
+class CriticConfig(Strict):
+    """The value model that ``gae`` needs: a policy's backbone under a scalar head that begins at 0.
+
+    But for ``lr`` its AdamW is that of ``optimizer``, with moments and a place in the schedule of its own.
+    """
+
+    path: str | None = Field(
+        None, description="Hugging Face folder of the backbone; none: the policy's initial weights"
+    )
+    lr: float = Field(1e-3, gt=0)
+    steps_per_batch: int = Field(1, gt=0, description="its optimiser steps a batch")
+    clip: float | None = Field(
+        None,
+        gt=0,
+        description="how far a value may move from that before the batch; none is off",
+    )
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="first training steps, in which the critic is stepped and the policy is not",
+    )
+    placement: Literal["colocated", "separate"] = Field(
+        "colocated",
+        description="in the trainer's processes, one after the other; or in as many processes of its own, at the same time",
+    )
 
 
 class LoopConfig(Strict):
@@ -229,6 +256,7 @@ class RunConfig(Strict):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig | None = None
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     probe: ProbeConfig = ProbeConfig()
@@ -288,7 +316,52 @@ class RunConfig(Strict):
             raise ValueError(
                 f"algorithm.advantage: {advantage} compares samples of a prompt; set rollout.samples_per_prompt to 2 or more"
             )
+        if advantage == "gae" and self.critic is None:
+            raise ValueError(
+                "algorithm.advantage: gae needs a critic; add a section critic, e.g. {}"
+            )
+        if advantage in BUILT_IN_WITHOUT_CRITIC and self.critic is not None:
+            raise ValueError(
+                f"critic is not read by algorithm.advantage: {advantage}; remove it, or set advantage: gae"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _a_critic_that_is_trained_as_it_says(self) -> RunConfig:
+        critic = self.critic
+        if critic is None:
+            return self
+        if critic.placement == "colocated" and self.trainer.backend != "fsdp2":
+            raise ValueError(
+                f"critic.placement: colocated needs trainer.backend: fsdp2, by which a critic is trained, not "
+                f"{self.trainer.backend}; set placement: separate"
+            )
+        if critic.clip is not None and critic.steps_per_batch == 1:
+            raise ValueError(
+                "critic.clip has no effect with critic.steps_per_batch: 1: no value has moved before the only step; "
+                "remove it, or take more steps"
+            )
+        if critic.warmup_steps >= self.loop.steps:
+            raise ValueError(
+                f"critic.warmup_steps {critic.warmup_steps} leaves the policy none of loop.steps {self.loop.steps}"
+            )
+        return self
+
+    @property
+    def steps_without_policy(self) -> int:
+        """First training steps in which the policy is not stepped."""
+        return 0 if self.critic is None else self.critic.warmup_steps
+
+    @property
+    def trainer_processes(self) -> int:
+        """Ranks of policy and critic together."""
+        separate = self.critic is not None and self.critic.placement == "separate"
+        return self.trainer.world_size * (1 + separate)
+
+    @property
+    def devices(self) -> int:
+        """What the run works with: ranks, and devices of engines."""
+        return self.trainer_processes + self.engine.count * self.engine.tensor_parallel
 
 
 def load_run_config(path: str | Path) -> RunConfig:

@@ -21,6 +21,7 @@ import asyncio
 import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ DOUBTFUL_PROBE_PARTS = 4
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient norm is not finite. Noticed before the optimiser steps: the weights are those of the step before."""
+    """A loss, gradient norm or value is not finite. Noticed before the optimiser steps on it: no weight is spoilt by it."""
 
 
 class EverythingDropped(RuntimeError):
@@ -266,7 +267,7 @@ class Loop:
                 "t_probe_s": probe_s,
                 "t_overlap_s": metrics.overlap_s(busy, result.started, result.ended),
                 "refit_bytes": refit.bytes,
-                "devices": self._devices(),
+                "devices": self.config.devices,
                 "policy_version": self.pool.version,
                 **metrics.lag(lags),
                 "prompts_fingerprint": dispatch_hash,
@@ -291,20 +292,25 @@ class Loop:
 
     async def _train(self, step: int, batch: Batch) -> StepResult:
         """One optimiser step. Raises Diverged, with the batch on disk, before weights are touched by what is no number."""
-        frozen = await self.trainer.frozen_logprobs(
-            [segment for group in batch.groups for segment in group.segments]
-        )
-        rollouts = weighted_rollouts(batch, self.config.algorithm, frozen)
-        result = await self.trainer.step(rollouts)
-        if not np.isfinite([result.sums["loss"], result.grad_norm]).all():
-            what = f"step {step}: loss {result.sums['loss']}, gradient norm {result.grad_norm}"
-            file = self.writer.dump(
-                "diverged_batch.pkl", {"reason": what, "batch": batch, "rollouts": rollouts}
-            )
-            raise Diverged(f"{what}; the step was not taken, its batch is in {file}")
+        rows = [segment for group in batch.groups for segment in group.segments]
+        frozen = await self.trainer.frozen_logprobs(rows)
+        values = await self.trainer.values(rows)
+        if values is not None:
+            numbers = {"largest value of the critic": np.abs(values).max()}
+            self._finite(step, numbers, batch=batch, values=values)
+        rollouts = weighted_rollouts(batch, self.config.algorithm, frozen, values)
+        hold = step <= self.config.steps_without_policy
+        result = await self.trainer.step(rollouts, hold)
+        self._finite(step, result.decisive, batch=batch, rollouts=rollouts)
         self.optimizer_steps += result.stepped
         self.pool.trained(batch, int(result.sums["tokens"]))
         return result
+
+    def _finite(self, step: int, numbers: Mapping[str, float], **dump: Any) -> None:
+        if not np.isfinite(list(numbers.values())).all():
+            what = f"step {step}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
+            file = self.writer.dump("diverged_batch.pkl", {"reason": what, **dump})
+            raise Diverged(f"{what}; the step was not taken, its batch is in {file}")
 
     def _saves(self, step: int) -> bool:
         """The last step leaves the trained policy and no checkpoint."""
@@ -382,10 +388,6 @@ class Loop:
         for _, sampled in clocks:
             tokens.update(sampled)
         return [stretch for stretches, _ in clocks for stretch in stretches], tokens
-
-    def _devices(self) -> int:
-        engine = self.config.engine
-        return self.config.trainer.world_size + engine.count * engine.tensor_parallel
 
     async def _close_books(self) -> None:
         """At the end the engines' own count of training tokens equals the books', with what is left in flight."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from molt_core.algo.importance import effective_sample_fraction
 from molt_core.rollout.pool import Pool
+from molt_core.train.critic import CriticResult
 from molt_core.train.routing import routing_metrics
 from molt_core.train.worker import ProbeResult, StepResult
 from molt_core.types import Batch, Group, Rollout
@@ -175,7 +176,19 @@ def training(result: StepResult, clip_norm: float) -> dict[str, Any]:
     }
     if result.update_ratio is not None:
         fields["update_ratio"] = result.update_ratio
+    if result.critic is not None:
+        fields |= {"t_critic_s": result.critic_s, **critic(result.critic)}
     return fields | {name: total / tokens for name, total in sums.items()}
+
+
+def critic(result: CriticResult) -> dict[str, float]:
+    """The critic's steps on one batch."""
+    fields = {"value_loss": result.sums["value_loss"], "critic_grad_norm": result.grad_norm}
+    if "value_clip_fraction" in result.sums:
+        fields["value_clip_fraction"] = result.sums["value_clip_fraction"] / result.sums["tokens"]
+    if result.explained_variance is not None:
+        fields["explained_variance"] = result.explained_variance
+    return fields
 
 
 def probe(result: ProbeResult) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Which node every engine and every trainer rank lies on: decided here, held by one placement group.
+"""Which node every engine and every trainer rank, a separate critic's too, lies on: decided here, held by one placement group.
 
 Trainer ranks lie on as few nodes as possible; engines keep to nodes without ranks where there is room (``engine.placement``).
 The plan is a pure function of what nodes have, so that a submit can check it too. Ray then reserves all places at once, each
@@ -60,7 +60,7 @@ def places(config: RunConfig) -> tuple[list[Place], list[Place]]:
     rank_gpus = float(trainer.device == "cuda")
     engine_gpus = float(engine.tensor_parallel * (engine.device == "cuda"))
     return (
-        [Place(f"trainer rank {n}", 1.0, rank_gpus) for n in range(trainer.world_size)],
+        [Place(f"trainer rank {n}", 1.0, rank_gpus) for n in range(config.trainer_processes)],
         [Place(f"engine {n}", 1.0, engine_gpus) for n in range(engine.count)],
     )
 

@@ -107,8 +107,10 @@ def reinforce_pp(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor
 def gae(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     """Generalised advantage estimation: ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma gae_lambda A_{t+1}``.
 
-    Schulman et al. 2016 (arXiv 1506.02438), equations 11 and 16; token rewards as in REINFORCE++, value 0 after the last
-    token. t counts sampled tokens only. Not whitened. Raises ValueError without a critic's values.
+    Schulman et al. 2016 (arXiv 1506.02438), equations 11 and 16; token rewards as in REINFORCE++. t counts sampled tokens
+    only, over all segments: what stands between two of them is part of the second one's state. Not whitened. The value after
+    the last token is 0, also of a rollout that was cut off at a limit: its reward is all that it earns, and a critic's guess
+    at what it might have earned would pay for not coming to an end. Raises ValueError without a critic's values.
     """
     if tokens.values is None:
         raise ValueError("algorithm.advantage: gae needs a critic and there is none")
@@ -116,6 +118,15 @@ def gae(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     following = torch.where(_is_last(tokens.rollout), 0.0, values.roll(-1))
     deltas = _token_rewards(tokens, config) + config.gamma * following - values
     return discounted_returns(deltas, tokens.rollout, config.gamma * config.gae_lambda).float()
+
+
+def lambda_returns(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
+    """What a critic is trained towards, ``[N]``: ``V_t`` plus the advantage by ``gae``, whatever an estimator makes of values.
+
+    The TD(lambda) return; with ``gae_lambda: 1`` the discounted sum of the rewards to come, as in Schulman et al. 2016
+    (arXiv 1506.02438), section 5. Raises ValueError without a critic's values.
+    """
+    return gae(tokens, config) + tokens.values
 
 
 @register_advantage("on_policy_distillation")
@@ -178,8 +189,15 @@ def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: floa
     return table[column, row]
 
 
-def rollout_tokens(batch: Batch, frozen: Mapping[str, np.ndarray] | None = None) -> RolloutTokens:
-    """The batch, flat: groups, rollouts and segments in their order. frozen: ``[N]`` of "reference" and "teacher" each."""
+def rollout_tokens(
+    batch: Batch,
+    frozen: Mapping[str, np.ndarray] | None = None,
+    values: np.ndarray | None = None,
+) -> RolloutTokens:
+    """The batch, flat: groups, rollouts and segments in their order.
+
+    frozen: ``[N]`` of "reference" and "teacher" each; values: ``[N]`` of a critic.
+    """
     logprobs = {f"{name}_logprobs": torch.from_numpy(v) for name, v in (frozen or {}).items()}
     rollouts = batch.rollouts
     group = [g for g, members in enumerate(batch.groups) for _ in members.rollouts]
@@ -191,6 +209,7 @@ def rollout_tokens(batch: Batch, frozen: Mapping[str, np.ndarray] | None = None)
             np.concatenate([s.logprobs[s.action_mask] for r in rollouts for s in r.segments])
         ),
         **logprobs,
+        values=None if values is None else torch.from_numpy(values),
     )
 
 

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from molt_core.algo.advantages import RolloutTokens, advantages, rollout_tokens
+from molt_core.algo.advantages import (
+    RolloutTokens,
+    advantages,
+    lambda_returns,
+    rollout_tokens,
+)
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.types import Batch, Trajectory
 
@@ -22,14 +27,16 @@ from molt_core.types import Batch, Trajectory
 class WeightedRollout:
     """A rollout to train on, the unit that is never split: its segments lie in one micro-batch.
 
-    advantages, weights and, where the KL to a reference policy is in the loss, reference_logprobs: ``[n]`` float32 each, over
-    the sampled tokens of all segments in their order.
+    ``[n]`` float32 each, over the sampled tokens of all segments in their order: advantages, weights; with a reference policy
+    reference_logprobs; with a critic values, its own before its step, and returns, what it is trained towards.
     """
 
     segments: tuple[Trajectory, ...]
     advantages: np.ndarray
     weights: np.ndarray
     reference_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         actions = sum(segment.action_tokens for segment in self.segments)
@@ -86,24 +93,31 @@ AGGREGATIONS: dict[str, Callable[[RolloutTokens, AlgorithmConfig], torch.Tensor]
 
 
 def weighted_rollouts(
-    batch: Batch, config: AlgorithmConfig, frozen: Mapping[str, np.ndarray] | None = None
+    batch: Batch,
+    config: AlgorithmConfig,
+    frozen: Mapping[str, np.ndarray] | None = None,
+    values: np.ndarray | None = None,
 ) -> list[WeightedRollout]:
     """The rollouts of ``batch`` that have segments, in order.
 
-    frozen: log-probabilities ``[N]`` of the batch's sampled tokens by each of ``config.frozen_policies``. Raises ValueError
-    where the estimator's result is not one finite number a token.
+    Of the batch's sampled tokens, ``[N]``: frozen, log-probabilities by each of ``config.frozen_policies``; values, a critic's.
+    Raises ValueError where the estimator's result is not one finite number a token.
     """
-    frozen = frozen or {}
-    tokens = rollout_tokens(batch, frozen)
-    values = [
-        advantages(tokens, config).numpy(),
-        AGGREGATIONS[config.aggregation](tokens, config).float().numpy(),
-    ]
-    if "reference" in frozen:
-        values.append(frozen["reference"].astype(np.float32))
+    tokens = rollout_tokens(batch, frozen, values)
+    columns = {
+        "advantages": advantages(tokens, config),
+        "weights": AGGREGATIONS[config.aggregation](tokens, config),
+    }
+    if tokens.reference_logprobs is not None:
+        columns["reference_logprobs"] = tokens.reference_logprobs
+    if tokens.values is not None:
+        columns |= {"values": tokens.values, "returns": lambda_returns(tokens, config)}
+    arrays = {name: column.float().numpy() for name, column in columns.items()}
     edges = np.cumsum([0, *(rollout.action_tokens for rollout in batch.rollouts)]).tolist()
     return [
-        WeightedRollout(rollout.segments, *(array[start:stop] for array in values))
+        WeightedRollout(
+            rollout.segments, **{name: array[start:stop] for name, array in arrays.items()}
+        )
         for rollout, start, stop in zip(batch.rollouts, edges, edges[1:])
         if rollout.segments
     ]

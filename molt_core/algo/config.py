@@ -15,6 +15,12 @@ from molt_core.strict import Strict
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 TOKEN_REWARD_ESTIMATORS = ("reinforce_pp", "gae")
 BUILT_IN_WITHOUT_TEACHER = (*GROUP_ESTIMATORS, *TOKEN_REWARD_ESTIMATORS, "flash_reinforce")
+BUILT_IN_WITHOUT_CRITIC = (
+    *GROUP_ESTIMATORS,
+    "reinforce_pp",
+    "flash_reinforce",
+    "on_policy_distillation",
+)
 WITHOUT_TOKEN_REWARD = (*GROUP_ESTIMATORS, "flash_reinforce", "on_policy_distillation")
 
 
@@ -205,10 +211,6 @@ class AlgorithmConfig(Strict):
 
     @model_validator(mode="after")
     def _the_policies_it_needs(self) -> AlgorithmConfig:
-        if self.advantage == "gae":
-            raise ValueError(
-                "algorithm.advantage: gae needs a critic, which a run does not train yet; choose another"
-            )
         if self.advantage == "on_policy_distillation" and self.teacher is None:
             raise ValueError(
                 "algorithm.advantage: on_policy_distillation needs a teacher; set algorithm.teacher to its folder"

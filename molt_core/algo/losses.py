@@ -134,3 +134,14 @@ def value_loss(
     near = old_values + (values - old_values).clamp(-clip, clip)
     loss = torch.maximum((values - returns).square(), (near - returns).square()) / 2
     return loss, {"value_clip_fraction": (values - old_values).abs() > clip}
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float | None:
+    """``1 - Var(G - V) / Var(G)`` over tokens: 1 for a perfect critic, 0 for one that knows a constant; None where G has none.
+
+    A constant error is not seen in it.
+    """
+    spread = returns.double().var(correction=0)
+    if not len(returns) or spread == 0:
+        return None
+    return float(1 - (returns.double() - values.double()).var(correction=0) / spread)

@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2
     writer = RunWriter(arguments.run_dir, arguments.attempt, config.loop.steps)
-    start_ray(config.engine.count + config.trainer.world_size)
+    start_ray(config.engine.count + config.trainer_processes)
     try:
         finished = asyncio.run(train(Loop(config, arguments.checkpoint.resolve(), writer)))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: a transformers model, sharded with ``fully_shard``, stepped with AdamW.
+"""The FSDP2 backend: a transformers model, sharded with ``fully_shard``, stepped with AdamW; a policy, or a critic.
 
 Each decoder layer and vision block of some size is one sharding unit, the rest (embedding, norms, output layer) the root's.
 Gradients are summed, not averaged, over the ranks, because the loss is a sum of weighted tokens already. Weights, optimiser
@@ -23,7 +23,7 @@ from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor, squared_update_and_weight
-from molt_core.train.policy import ActionPolicy
+from molt_core.train.policy import ActionPolicy, ValueModel
 from molt_core.train.routing import Choice
 from molt_core.train.state import FIRST, KINDS, SECOND, WEIGHTS, load_state, save_state
 
@@ -38,8 +38,14 @@ def _is_large(layer: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in layer.parameters()) >= UNIT_ELEMENTS
 
 
-class FSDP2Backend:
-    """See ``TrainBackend``. All ranks share the rows; ``layout`` has no keys."""
+class FSDP2Model:
+    """What a policy and a critic have in common: sharding, backward pass, optimiser, saved state. See ``TrainBackend``.
+
+    All ranks share the rows; ``layout`` has no keys.
+    """
+
+    module: type[ActionPolicy]
+    """What is sharded, and called once a forward pass."""
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class FSDP2Backend:
             policy.gradient_checkpointing_enable(
                 {"use_reentrant": False, "preserve_rng_state": False}  # nothing random inside
             )
-        head = ActionPolicy(policy, model.routing_replay)
+        head = self.module(policy, model.routing_replay)
         self.routers = head.routers
         for router in self.routers:
             router.weight.requires_grad_(not optimizer.freeze_router)
@@ -92,14 +98,6 @@ class FSDP2Backend:
             fused=True,
         )
         self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
-
-    def action_logprobs(
-        self, micro_batch: MicroBatch, distribution: ActionDistribution
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.root(micro_batch.to(self.device), distribution)
-
-    def routing(self) -> tuple[Choice, ...]:
-        return tuple(router.choice for router in self.routers)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one
@@ -150,3 +148,27 @@ class FSDP2Backend:
             state[WEIGHTS][name] = parameter.detach()
             state[FIRST][name], state[SECOND][name] = moments["exp_avg"], moments["exp_avg_sq"]
         return state
+
+
+class FSDP2Backend(FSDP2Model):
+    """A policy: the whole of ``TrainBackend``."""
+
+    module = ActionPolicy
+
+    def action_logprobs(
+        self, micro_batch: MicroBatch, distribution: ActionDistribution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.root(micro_batch.to(self.device), distribution)
+
+    def routing(self) -> tuple[Choice, ...]:
+        return tuple(router.choice for router in self.routers)
+
+
+class FSDP2Critic(FSDP2Model):
+    """A critic on the backbone of ``checkpoint``."""
+
+    module = ValueModel
+
+    def values(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Values ``[N]`` float32 before the action tokens of ``micro_batch``, differentiable."""
+        return self.root(micro_batch.to(self.device))

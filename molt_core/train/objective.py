@@ -85,7 +85,7 @@ def weighted_loss(
     }
     penalty, reference = algorithm.kl, None
     if rollouts[0].reference_logprobs is not None:
-        reference = _flat(rollouts, "reference_logprobs").to(logprobs.device)
+        reference = flat(rollouts, "reference_logprobs").to(logprobs.device)
         metrics["kl_reference"] = k3(logprobs.detach(), reference) * importance
     if penalty.coef and penalty.place == "loss":
         if penalty.base == "reference":
@@ -95,11 +95,12 @@ def weighted_loss(
         per_token = per_token + penalty.coef * kl
     if algorithm.entropy_coef:
         per_token = per_token - algorithm.entropy_coef * entropy
-    weights = _flat(rollouts, "weights").to(logprobs.device)
+    weights = flat(rollouts, "weights").to(logprobs.device)
     return (per_token * weights).sum(), metrics
 
 
-def _flat(rollouts: Sequence[WeightedRollout], field: str) -> torch.Tensor:
+def flat(rollouts: Sequence[WeightedRollout], field: str) -> torch.Tensor:
+    """One of their fields, ``[N]``."""
     return torch.from_numpy(np.concatenate([getattr(rollout, field) for rollout in rollouts]))
 
 

@@ -1,4 +1,7 @@
-"""A transformers policy that answers one question: how probable, and how sure, was each sampled token?"""
+"""A transformers policy that answers one question: how probable, and how sure, was each sampled token?
+
+And a critic on the same backbone that answers another: what return was to be expected before each of them?
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,23 @@ class ActionPolicy(nn.Module):
             # The vision tower took part, so that its gradients are zero and not missing and ranks agree on their collectives.
             hidden = hidden + 0.0 * sum(output.sum() for output in outputs)
         return hidden
+
+
+class ValueModel(ActionPolicy):
+    """A policy's backbone under one vector in place of its output layer: the value before each sampled token.
+
+    The vector begins at 0, so that no seed decides it and the first values claim nothing. One dimension: by
+    ``decay_filter: matrices`` it is not decayed.
+    """
+
+    def __init__(self, policy: nn.Module, routing_replay: bool = False) -> None:
+        super().__init__(policy, routing_replay)
+        self.value_head = nn.Parameter(torch.zeros(policy.lm_head.in_features))
+        del policy.lm_head
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Values ``[N]`` float32 of the states in which the batch's action tokens were sampled."""
+        return self.hidden(batch).float() @ self.value_head.float()
 
 
 def blank_image(visual: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

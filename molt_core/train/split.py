@@ -6,7 +6,7 @@ How it is cut changes time and memory and nothing else: tokens have been weighed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -23,11 +23,9 @@ def shares(
 ) -> list[list[list[WeightedRollout]]]:
     """The micro-batches of each rank, equally many and none empty: context without a sampled token fills up a short share."""
     first, nothing = rollouts[0], np.zeros(0, np.float32)
+    present = [f.name for f in fields(first) if isinstance(getattr(first, f.name), np.ndarray)]
     filler = WeightedRollout(
-        (without_actions(first.segments[0]),),
-        nothing,
-        nothing,
-        None if first.reference_logprobs is None else nothing,
+        (without_actions(first.segments[0]),), **dict.fromkeys(present, nothing)
     )
     split = split_units(
         [rollout.tokens_forward for rollout in rollouts],

@@ -1,21 +1,17 @@
 """Trainer ranks as Ray actors, and the loop's handle on all of them.
 
-A rank owns one backend. The group cuts a batch into shares, runs every rank, adds up what they return. Rank 0 also owns the
-refit group to the engines.
+A rank owns one backend, and a critic where that is colocated. The group cuts a batch into shares, runs every rank, adds up
+what they return. Rank 0 also owns the refit group to the engines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import resource
-import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
@@ -29,23 +25,25 @@ from molt_core.models.layout import to_published
 from molt_core.models.load import atomic_folder, excluded_token_ids, save_policy
 from molt_core.rollout import refit
 from molt_core.train.backend import TrainBackend, backend_class, can_step
+from molt_core.train.critic import CriticGroup, CriticRank, CriticResult
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, row_logprobs, score
-from molt_core.train.split import shares, split_rows, split_units, without_actions
+from molt_core.train.ranks import RankGroup, added, everywhere, memory_peak_bytes
+from molt_core.train.split import shares, split_units, without_actions
 from molt_core.types import Trajectory
 
 TIMEOUT_S = 120.0
 """Longest wait for a peer in a refit."""
-COLLECTIVE_TIMEOUT_S = 1800.0
-"""Longest wait for a peer in a collective of the trainer; loading a large checkpoint is in it."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """One optimiser step. ``sums`` over all action tokens of the batch (see ``objective.forward_backward``).
 
-    stepped: False where the optimiser was left alone, because loss or gradient norm is not finite or nothing was kept.
+    stepped: False where the optimiser was left alone, because loss or gradient norm is not finite, nothing was kept, or the
+    critic is stepped alone.
     update_ratio: norm of the step over that of the weights, None without one. memory_peak_bytes: of the rank with the most.
+    critic_s: what the critic added to the time of the step.
     """
 
     sums: Mapping[str, Any]
@@ -57,6 +55,17 @@ class StepResult:
     ended: float
     update_ratio: float | None = None
     memory_peak_bytes: int = 0
+    critic: CriticResult | None = None
+    critic_s: float = 0.0
+
+    @property
+    def decisive(self) -> dict[str, float]:
+        """What must be finite, by a name for messages."""
+        found = {"loss": self.sums["loss"], "gradient norm": self.grad_norm}
+        if self.critic is not None:
+            found["value loss"] = self.critic.sums["value_loss"]
+            found["critic's gradient norm"] = self.critic.grad_norm
+        return found
 
 
 @dataclass(frozen=True)
@@ -80,57 +89,36 @@ class ProbeResult:
         )
 
 
-def memory_peak_bytes(device: str) -> int:
-    """On a GPU the most that tensors took since the last call; on a CPU the most that the process took since it began."""
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return peak
-
-
-class TrainerRank:
-    """One process of the trainer. ``start`` is collective over the ranks, as are all methods but ``address``."""
+class TrainerRank(CriticRank):
+    """One process of the trainer; see ``Rank``. The one that holds the policy, and the critic where that is colocated."""
 
     def __init__(self, rank: int, config: RunConfig, checkpoint: Path) -> None:
-        self.rank, self.config, self.checkpoint = rank, config, Path(checkpoint)
+        super().__init__(rank, config, checkpoint)
         self.engines_know: frozenset[str] = frozenset()
-        torch.set_num_threads(config.trainer.threads)
 
-    def address(self) -> tuple[str, int]:
-        """This host and a free port on it, for the ranks' rendezvous."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return host, probe.getsockname()[1]
-
-    def start(self, host: str, port: int) -> tuple[int, int]:
-        """Join the other ranks and build the backend; returns (data_rank, data_size)."""
+    def load_models(self) -> None:
         load_plugins(self.config.algorithm.plugins)
-        trainer = self.config.trainer
-        if trainer.device == "cuda":
-            torch.cuda.set_device(0)
-        dist.init_process_group(
-            "nccl" if trainer.device == "cuda" else "gloo",
-            init_method=f"tcp://{host}:{port}",
-            rank=self.rank,
-            world_size=trainer.world_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )
-        self.backend = self._backend(self.checkpoint, self.config.model)
+        self.backend = self.stepped[""] = self._backend(self.checkpoint, self.config.model)
         self.distribution = ActionDistribution(
             self.config.rollout.sampling.temperature,
             torch.tensor(
-                excluded_token_ids(self.checkpoint), dtype=torch.long, device=trainer.device
+                excluded_token_ids(self.checkpoint),
+                dtype=torch.long,
+                device=self.config.trainer.device,
             ),
         )
         self.frozen = {name: self._frozen(name) for name in self.config.algorithm.frozen_policies}
-        return self.backend.data_rank, self.backend.data_size
+        if self.config.critic is not None and self.config.critic.placement == "colocated":
+            super().load_models()
 
     def _backend(self, checkpoint: Path, model: ModelConfig) -> TrainBackend:
         config = self.config
         return backend_class(config.trainer.backend)(
-            checkpoint, model, config.optimizer, config.trainer, config.loop.steps
+            checkpoint,
+            model,
+            config.optimizer,
+            config.trainer,
+            config.loop.steps - config.steps_without_policy,
         )
 
     def _frozen(self, name: str) -> TrainBackend:
@@ -142,7 +130,10 @@ class TrainerRank:
         model = self.config.model.model_copy(update={"routing_replay": False})
         return self._backend(self.checkpoint if name == "reference" else Path(teacher), model)
 
-    def step(self, micro_batches: Sequence[Sequence[WeightedRollout]]) -> StepResult:
+    def step(
+        self, micro_batches: Sequence[Sequence[WeightedRollout]], hold: bool = False
+    ) -> StepResult:
+        """hold: measure all and step nothing."""
         started = time.time()
         sums = forward_backward(
             self.backend,
@@ -151,7 +142,7 @@ class TrainerRank:
             distribution=self.distribution,
         )
         middle = time.time()
-        apply = self._worth_a_step(sums["loss"], sums["tokens_kept"])
+        apply = self.worth_a_step(sums["loss"], sums["tokens_kept"]) and not hold
         norm = self.backend.optimizer_step(apply)
         ended = time.time()
         stepped = apply and can_step(norm)
@@ -166,12 +157,6 @@ class TrainerRank:
             self.backend.update_ratio() if stepped else None,
             memory_peak_bytes(self.config.trainer.device),
         )
-
-    def _worth_a_step(self, loss: float, kept: float) -> bool:
-        """Whether the loss is finite on every rank and the correction kept a token on some. Collective: all ranks agree."""
-        total = torch.tensor([loss, kept], dtype=torch.float64, device=self.config.trainer.device)
-        dist.all_reduce(total)
-        return math.isfinite(total[0]) and bool(total[1] > 0)
 
     def frozen_logprobs(
         self, micro_batches: Sequence[Sequence[Trajectory]]
@@ -197,21 +182,15 @@ class TrainerRank:
         return ProbeResult(differences.cpu().numpy(), int(tied.sum()))
 
     def begin_save(self, folder: Path) -> None:
-        """Copy this rank's state and write it in the background; see ``TrainBackend.save``."""
         streams = {"cpu": torch.get_rng_state()}
         if self.config.trainer.device == "cuda":
             streams["cuda"] = torch.cuda.get_rng_state()
         torch.save(streams, self._streams(folder))
-        self._saving = self.backend.save(folder)
-
-    @ray.method(concurrency_group="saving")
-    def finish_save(self) -> None:
-        """Wait until this rank's part is on disk; the rank may step meanwhile."""
-        self._saving.result()
+        super().begin_save(folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from ``begin_save``. A rank that the saving trainer did not have keeps its fresh random streams."""
-        self.backend.load(folder)
+        """A rank that the saving trainer did not have keeps its fresh random streams."""
+        super().load(folder)
         if self._streams(folder).exists():
             streams = torch.load(self._streams(folder))
             torch.set_rng_state(streams["cpu"])
@@ -257,42 +236,48 @@ class TrainerRank:
         return refit.send(self.refit_group, published, announce, self.expected_names - known)
 
 
-class TrainerGroup:
-    """All ranks, as the loop sees them. Create with ``await TrainerGroup.start(...)``."""
+class TrainerGroup(RankGroup):
+    """All ranks, and the critic's, as the loop sees them."""
 
-    def __init__(self, ranks: Sequence[Any], config: RunConfig) -> None:
-        self.ranks, self.config = ranks, config
+    kind = TrainerRank
 
     @classmethod
     async def start(
         cls, config: RunConfig, checkpoint: Path, places: Sequence[Mapping[str, Any]]
-    ) -> TrainerGroup:
-        """places: of each rank, the options of its actor (``placement.Reserved.ranks``)."""
-        threads = {"OMP_NUM_THREADS": str(config.trainer.threads)}
-        remote = ray.remote(concurrency_groups={"saving": 1}, runtime_env={"env_vars": threads})
-        ranks = [
-            remote(TrainerRank).options(**place).remote(rank, config, checkpoint)
-            for rank, place in enumerate(places)
-        ]
-        group = cls(ranks, config)
-        host, port = await ranks[0].address.remote()
-        places = await asyncio.gather(*(rank.start.remote(host, port) for rank in ranks))
-        group.data_ranks = [place[0] for place in places]
-        group.data_size = places[0][1]
+    ) -> Self:
+        """places: those of a separate critic's ranks come after the trainer's own."""
+        own = config.trainer.world_size
+        group = await super().start(config, checkpoint, places[:own])
+        group.critic, group.processes = None, group.ranks
+        if config.critic is not None and config.critic.placement == "separate":
+            group.critic = await CriticGroup.start(config, checkpoint, places[own:])
+            group.processes = [*group.ranks, *group.critic.ranks]
+        elif config.critic is not None:
+            group.critic = CriticGroup(group.ranks, group.data_places, config)
         return group
 
-    async def step(self, rollouts: Sequence[WeightedRollout]) -> StepResult:
-        split = shares(rollouts, self.data_size, self.config.trainer)
-        stored = [ray.put(micro_batches) for micro_batches in split]
-        results: list[StepResult] = await asyncio.gather(
-            *(rank.step.remote(stored[d]) for rank, d in zip(self.ranks, self.data_ranks))
+    async def step(self, rollouts: Sequence[WeightedRollout], hold: bool = False) -> StepResult:
+        """One step of the policy, unless it is on hold, and those of the critic."""
+        if self.critic is None:
+            return await self._step(rollouts, hold)
+        of_critic = self.critic.step(rollouts)
+        if len(self.processes) > len(self.ranks):
+            of_critic = asyncio.create_task(of_critic)  # at the same time; else one after the other
+        result = await self._step(rollouts, hold)
+        waiting = time.time()
+        critic = await of_critic
+        return replace(
+            result,
+            critic=critic,
+            critic_s=self._values_s + time.time() - waiting,
+            memory_peak_bytes=max(result.memory_peak_bytes, critic.memory_peak_bytes),
         )
-        sums: dict[str, Any] = {}
-        for _, result in sorted(dict(zip(self.data_ranks, results)).items()):
-            for name, value in result.sums.items():
-                sums[name] = sums.get(name, 0.0) + value
+
+    async def _step(self, rollouts: Sequence[WeightedRollout], hold: bool) -> StepResult:
+        split = shares(rollouts, self.data_size, self.config.trainer)
+        results: list[StepResult] = await self.on_shares("step", split, hold)
         return StepResult(
-            sums,
+            added(result.sums for result in self.of_shares(results)),
             results[0].grad_norm,
             results[0].stepped,
             max(r.forward_backward_s for r in results),
@@ -305,53 +290,36 @@ class TrainerGroup:
 
     async def frozen_logprobs(self, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         """Log-probabilities ``[N]`` of the rows' sampled tokens, in order, by each of ``algorithm.frozen_policies``."""
-        names = self.config.algorithm.frozen_policies
-        if not names:
+        if not self.config.algorithm.frozen_policies:
             return {}
-        split = split_rows(rows, self.data_size, self.config.trainer)
-        stored = [
-            ray.put([[rows[i] for i in part] or [without_actions(rows[0])] for part in share])
-            for share in split
-        ]
-        results = await asyncio.gather(
-            *(
-                rank.frozen_logprobs.remote(stored[d])
-                for rank, d in zip(self.ranks, self.data_ranks)
-            )
-        )
-        by_share = dict(zip(self.data_ranks, results))
-        flat: dict[str, np.ndarray] = {}
-        for name in names:
-            of_row: dict[int, np.ndarray] = {}
-            for d, share in enumerate(split):
-                # A filler row stands where a micro-batch is empty.
-                places = [i for part in share for i in (part or [-1])]
-                of_row |= dict(zip(places, by_share[d][name], strict=True))
-            flat[name] = np.concatenate([of_row[i] for i in range(len(rows))])
-        return flat
+        return await self.on_rows("frozen_logprobs", rows)
+
+    async def values(self, rows: Sequence[Trajectory]) -> np.ndarray | None:
+        """The critic's values ``[N]`` before the rows' sampled tokens, in order; None without a critic."""
+        if self.critic is None:
+            return None
+        started = time.time()
+        values = await self.critic.values(rows)
+        self._values_s = time.time() - started
+        return values
 
     async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
         lengths = [len(row.token_ids) for row in rows]
         split = split_units(lengths, self.data_size, max_rows=len(rows))
-        stored = [
-            ray.put([rows[i] for i in share[0]] or [without_actions(rows[0])]) for share in split
-        ]
-        results = await asyncio.gather(
-            *(rank.score.remote(stored[d]) for rank, d in zip(self.ranks, self.data_ranks))
-        )
-        return ProbeResult.joined(dict(zip(self.data_ranks, results)).values())
+        filled = [[rows[i] for i in share[0]] or [without_actions(rows[0])] for share in split]
+        return ProbeResult.joined(self.of_shares(await self.on_shares("score", filled)))
 
     async def begin_save(self, folder: Path) -> None:
-        await asyncio.gather(*(rank.begin_save.remote(folder) for rank in self.ranks))
+        await everywhere(self.processes, "begin_save", folder)
 
     async def finish_save(self) -> None:
-        await asyncio.gather(*(rank.finish_save.remote() for rank in self.ranks))
+        await everywhere(self.processes, "finish_save")
 
     async def load(self, folder: Path) -> None:
-        await asyncio.gather(*(rank.load.remote(folder) for rank in self.ranks))
+        await everywhere(self.processes, "load", folder)
 
     async def export(self, folder: Path) -> None:
-        await asyncio.gather(*(rank.export.remote(folder) for rank in self.ranks))
+        await everywhere(self.ranks, "export", folder)
 
     async def connect(self, engines: Sequence[Any], workers_per_engine: int) -> None:
         """Open the refit group between rank 0 and every engine worker."""
@@ -372,5 +340,4 @@ class TrainerGroup:
         await asyncio.gather(self.ranks[0].join_refit.remote(size), *joins)
 
     async def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport:
-        reports = await asyncio.gather(*(rank.send_weights.remote(engines) for rank in self.ranks))
-        return reports[0]
+        return (await everywhere(self.ranks, "send_weights", engines))[0]

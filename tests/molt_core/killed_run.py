@@ -37,8 +37,8 @@ def plant(moment: str, at_step: int) -> None:
         step_in_progress[0] = number
         return await step(loop, number)
 
-    async def dying(group, rollouts):
-        working = asyncio.ensure_future(trainer_step(group, rollouts))
+    async def dying(group, *arguments):
+        working = asyncio.ensure_future(trainer_step(group, *arguments))
         if step_in_progress[0] == at_step:
             await asyncio.wait([working], timeout=0.05)
             die()

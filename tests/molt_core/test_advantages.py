@@ -16,6 +16,7 @@ from molt_core.algo.advantages import (
     flash_reinforce,
     gae,
     grpo,
+    lambda_returns,
     on_policy_distillation,
     register_advantage,
     reinforce_pp,
@@ -113,6 +114,30 @@ def test_gae_by_hand():
     config = AlgorithmConfig(gamma=0.5, gae_lambda=0.5)
     out = gae(tokens([8, 3], [0, 1], [3, 1], values=[1.0, 2.0, 4.0, 1.0]), config)
     assert out.tolist() == pytest.approx([0.25, 1.0, 4.0, 2.0])
+
+
+def test_a_critic_is_trained_towards_its_value_plus_the_advantage_of_gae():
+    # The numbers above: 1 + 0.25, 2 + 1, 4 + 4, 1 + 2, whatever the estimator makes of them.
+    config = AlgorithmConfig(advantage="grpo", gamma=0.5, gae_lambda=0.5)
+    out = lambda_returns(tokens([8, 3], [0, 1], [3, 1], values=[1.0, 2.0, 4.0, 1.0]), config)
+    assert out.tolist() == pytest.approx([1.25, 3.0, 8.0, 3.0])
+
+
+def test_gae_goes_through_segments_as_if_nothing_stood_between_them():
+    # One rollout of 2 and 1 sampled tokens, reward 1; gamma 1, lambda 0: delta_t = r_t + V_{t+1} - V_t.
+    config = AlgorithmConfig(advantage="gae", gae_lambda=0.0)
+    values = np.array([0.5, 0.25, 0.75, 0, 0, 0, 4], np.float32)
+    first, second, third = weighted_rollouts(two_segment_batch(), config, values=values)
+    assert first.advantages.tolist() == [-0.25, 0.5, 0.25]
+    assert first.values.tolist() == [0.5, 0.25, 0.75]
+    assert first.returns.tolist() == [0.25, 0.75, 1.0]
+    assert (second.advantages.tolist(), third.advantages.tolist()) == ([0.0, 0.0, 0.0], [1.0])
+
+
+def test_without_a_critic_a_rollout_has_neither_values_nor_returns():
+    assert {(r.values, r.returns) for r in weighted_rollouts(two_segment_batch(), CONFIG)} == {
+        (None, None)
+    }
 
 
 @settings(max_examples=50)

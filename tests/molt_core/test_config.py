@@ -42,7 +42,6 @@ def test_trainer_and_engine_of_different_numerics_without_correction_are_refused
             {"proximal": "rollout", "correction": "off", "kl": {"coef": 0.1}},
             "corrects the clipped ratio alone",
         ),
-        ({"advantage": "gae"}, "gae needs a critic"),
         ({"advantage": "on_policy_distillation"}, "set algorithm.teacher"),
         ({"teacher": "folder"}, "algorithm.teacher is not read by algorithm.advantage: grpo"),
         ({"dual_clip": 3.0, "loss": "gspo"}, "gspo does not read it"),
@@ -72,6 +71,29 @@ def test_an_algorithm_that_trains_something_else_than_it_says_is_refused(changes
 def test_a_penalty_without_the_gradient_of_a_penalty_is_refused(kl, match):
     with pytest.raises(ValidationError, match=match):
         KLConfig.model_validate({"coef": 0.1, **kl})
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"critic": None}, "gae needs a critic; add a section critic"),
+        ({"algorithm": {"advantage": "grpo"}}, "critic is not read by algorithm.advantage: grpo"),
+        ({"trainer": {"backend": "harness:Other"}}, "colocated needs trainer.backend: fsdp2"),
+        ({"critic": {"clip": 0.2}}, "no effect with critic.steps_per_batch: 1"),
+        ({"critic": {"warmup_steps": 9}, "loop": {"steps": 9}}, "leaves the policy none"),
+    ],
+)
+def test_a_critic_that_is_not_trained_as_it_says_is_refused(changes, match):
+    refused({"algorithm": {"advantage": "gae"}, "critic": {}} | changes, match)
+
+
+def test_another_trainer_may_have_a_critic_in_processes_of_its_own():
+    own = {"algorithm": {"advantage": "gae"}, "critic": {"placement": "separate"}}
+    config = RunConfig.model_validate(
+        BASE | own | {"trainer": {"backend": "harness:Other", "world_size": 3}}
+    )
+    assert config.trainer_processes == 6
+    assert RunConfig.model_validate(BASE | {"trainer": {"world_size": 3}}).trainer_processes == 3
 
 
 def test_a_penalty_against_the_policy_that_is_stepped_is_refused():

@@ -14,6 +14,7 @@ from molt_core.data import prompt_source
 from molt_core.loop import Loop
 from molt_core.metrics import RunWriter
 from molt_core.models.load import content_hash, load_policy
+from molt_core.train.state import SavedState
 
 pytestmark = pytest.mark.engine
 STEPS = 8
@@ -154,3 +155,26 @@ def test_synchronous_training_with_two_engines_and_two_ranks(
     policy = tmp_path / "checkpoints" / "policy"
     assert content_hash(policy) != content_hash(tiny_checkpoint)
     load_policy(policy)
+
+
+def test_gae_trains_policy_and_critic_each_in_its_processes(ray_session, tiny_checkpoint, tmp_path):
+    config = run_config(
+        loop={"steps": 4, "max_staleness": 1},
+        algorithm={"advantage": "gae"},
+        critic={"lr": 0.02, "warmup_steps": 1, "placement": "separate"},
+        checkpoint={"every_steps": 3},
+    )
+    _, first, *later = run_loop(config, tiny_checkpoint, tmp_path)
+    # Values are 0 at first, returns 0 or 1: the loss is half the mean reward of the batch's tokens, and nothing is explained.
+    assert 0.1 < first["value_loss"] < 0.5
+    assert first["explained_variance"] == 0
+    assert all(record["critic_grad_norm"] > 0 for record in (first, *later))
+    # Warm: the second batch's returns are nearer to its values than to 0, and from then on the policy is stepped.
+    assert later[0]["value_loss"] < first["value_loss"]
+    assert [record["stepped"] for record in (first, *later)] == [0, 1, 1, 1]
+    assert later[-1]["optimizer_steps"] == 3
+    assert {record["devices"] for record in later} == {3}
+    assert set().union(*(first, *later)) <= set(documented_fields())
+    state = tmp_path / "checkpoints" / "step-00000003" / "trainer"
+    assert SavedState(state).steps == 2
+    assert SavedState(state / "critic").steps == 3

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_core.algo.config import AlgorithmConfig
-from molt_core.algo.losses import LossTokens, cispo, clipped, gspo, policy_gradient, value_loss
+from molt_core.algo.losses import (
+    LossTokens,
+    cispo,
+    clipped,
+    explained_variance,
+    gspo,
+    policy_gradient,
+    value_loss,
+)
 
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.5)
 DUAL = AlgorithmConfig(clip_low=0.2, clip_high=0.5, dual_clip=3.0)
@@ -205,3 +213,12 @@ def test_value_loss_gradient_matches_finite_differences():
     old = torch.zeros(4, dtype=torch.float64)
     returns = torch.tensor([2.0, 0.0, 1.0, -0.6], dtype=torch.float64)
     torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, 0.2)[0], (values,))
+
+
+def test_explained_variance_is_what_is_left_of_the_spread_of_returns():
+    # G 0, 2, 4 (variance 8/3), G - V 0, 1, -1 (variance 2/3): 1 - 1/4. A constant error is not seen, no knowledge is 0.
+    returns = torch.tensor([0.0, 2.0, 4.0])
+    assert explained_variance(torch.tensor([0.0, 1.0, 5.0]), returns) == pytest.approx(0.75)
+    assert explained_variance(returns + 7, returns) == pytest.approx(1.0)
+    assert explained_variance(torch.ones(3), returns) == pytest.approx(0.0)
+    assert explained_variance(returns, torch.ones(3)) is None

@@ -9,6 +9,7 @@ import pytest
 
 from molt_core import metrics
 from molt_core.metrics import RunWriter
+from molt_core.train.critic import CriticResult
 from molt_core.train.worker import ProbeResult, StepResult
 from molt_core.types import Batch, Group, Rollout, Trajectory
 from tests.molt_core.make import group, trajectory
@@ -37,6 +38,18 @@ def test_the_objective_s_figures_are_means_over_action_tokens():
     assert found["importance_weight"] == 0.6
     # (sum w)^2 / (N sum w^2) = 36 / 45.
     assert found["effective_sample_fraction"] == pytest.approx(0.8)
+
+
+def test_the_critic_s_clipped_values_are_a_mean_over_tokens_and_its_loss_and_norm_are_not():
+    sums = {"tokens": 8, "value_loss": 0.5, "value_clip_fraction": 2.0}
+    result = replace(step_result(), critic=CriticResult(sums, 3.0, 0, 0.75), critic_s=1.5)
+    found = metrics.training(result, clip_norm=1.0)
+    assert (found["value_loss"], found["critic_grad_norm"]) == (0.5, 3.0)
+    assert (found["value_clip_fraction"], found["explained_variance"]) == (0.25, 0.75)
+    assert found["t_critic_s"] == 1.5
+    bare = CriticResult({"tokens": 8, "value_loss": 0.5}, 3.0, 0, None)
+    assert metrics.critic(bare) == {"value_loss": 0.5, "critic_grad_norm": 3.0}
+    assert not {k for k in metrics.training(step_result(), 1.0) if "value" in k or "critic" in k}
 
 
 def test_loss_norm_and_counts_are_no_means():

@@ -42,6 +42,14 @@ def test_ranks_lie_together_and_engines_elsewhere():
     assert named(plan(config(2, 1), nodes((2, 0), (3, 0), (2, 0)))) == (["node3"] * 2, ["node1"])
 
 
+def test_a_separate_critic_has_places_of_its_own():
+    critic = {"algorithm": {"advantage": "gae"}, "critic": {"placement": "separate"}}
+    both = RunConfig.model_validate(config(2, 1).model_dump() | critic)
+    assert len(plan(both, nodes((5, 0))).ranks) == 4
+    with pytest.raises(PlacementError, match="no room for 4 trainer ranks"):
+        plan(both, nodes((4, 0)))
+
+
 def test_ranks_take_the_node_with_most_room():
     assert named(plan(config(3, 1), nodes((2, 0), (4, 0), (2, 0)))) == (["node2"] * 3, ["node1"])
 

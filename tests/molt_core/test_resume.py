@@ -1,4 +1,7 @@
-"""Invariant 7 on real parts: a run that is killed three times equals one that never was; a run told to stop goes on."""
+"""Invariant 7 on real parts: a run that is killed three times equals one that never was; a run told to stop goes on.
+
+The runs that are compared have a critic, whose weights and moments must come back like the policy's.
+"""
 
 import asyncio
 import json
@@ -52,6 +55,8 @@ def lockstep_config():
             "drop_zero_variance": True,
         },
         loop={"steps": STEPS, "schedule": "lockstep", "max_staleness": 1},
+        algorithm={"advantage": "gae", "gae_lambda": 0.95},
+        critic={"steps_per_batch": 2, "clip": 0.2},
         optimizer={"lr": 1e-3, "schedule": "linear"},
         checkpoint={"every_steps": 2},
     )
@@ -110,6 +115,7 @@ def test_a_run_killed_three_times_equals_an_uninterrupted_one_bit_for_bit(straig
         assert found[step] == expected[step], step
     policies = [content_hash(folder / "checkpoints" / "policy") for folder in (straight, killed)]
     assert policies[0] == policies[1]
+    assert {"value_loss", "critic_grad_norm", "value_clip_fraction"} <= set(expected[STEPS])
 
 
 @pytest.mark.engine

@@ -27,7 +27,7 @@ def start(tiny_checkpoint):
     """Starts ranks of world size 1, one after the other, each with its own process group."""
     torch.set_num_threads(1)
 
-    def start(**algorithm) -> TrainerRank:
+    def start(critic: dict | None = None, **algorithm) -> TrainerRank:
         if dist.is_initialized():
             dist.destroy_process_group()
         config = RunConfig.model_validate(
@@ -35,6 +35,7 @@ def start(tiny_checkpoint):
                 "model": {"builtin": "tiny-qwen3-vl-moe"},
                 "task": {"source": "shapes"},
                 "algorithm": algorithm,
+                "critic": critic,
                 "trainer": {"micro_batch_rows": 3},
                 "loop": {"max_staleness": 0},
             }
@@ -192,6 +193,47 @@ def test_on_policy_distillation_moves_the_policy_towards_its_teacher(
         distances.append(sum(float(abs(r.advantages).sum()) for r in rollouts))
         step(rank, rollouts)
     assert distances[-1] < 0.8 * distances[0]
+
+
+def test_a_critic_beside_the_policy_learns_and_resumes_bit_for_bit(
+    start, tiny_checkpoint, tmp_path
+):
+    """Saved, as in a run, after a forward pass of both: their gathered weights must not be taken for the sharded ones."""
+    found = batch(tiny_checkpoint)
+    rows = [segment for group in found.groups for segment in group.segments]
+    rank = start({"lr": 0.01}, advantage="gae")
+    losses = []
+
+    def both_step(rank: TrainerRank) -> None:
+        values = np.concatenate(rank.values([rows])["values"])
+        rollouts = weighted_rollouts(found, rank.config.algorithm, None, values)
+        share = shares(rollouts, 1, rank.config.trainer)[0]
+        assert rank.step(share).stepped
+        losses.append(rank.step_critic(share).sums["value_loss"])
+
+    for _ in range(8):
+        both_step(rank)
+    assert losses[-1] < 0.5 * losses[0]
+    rank.values([rows]), score_of(rank, found)
+    rank.begin_save(tmp_path)
+    rank.finish_save()
+    both_step(rank)
+    straight = (weights(rank), {n: w.clone() for n, w in rank.critic.named_weights()})
+    again = start({"lr": 0.01}, advantage="gae")
+    again.load(tmp_path)
+    both_step(again)
+    assert equal(weights(again), straight[0])
+    assert equal(dict(again.critic.named_weights()), straight[1])
+
+
+def test_a_policy_on_hold_is_measured_and_not_stepped(start, tiny_checkpoint):
+    rank = start()
+    rollouts = rollouts_of(rank, batch(tiny_checkpoint))
+    before = weights(rank)
+    result = rank.step(shares(rollouts, 1, rank.config.trainer)[0], hold=True)
+    assert not result.stepped and result.grad_norm > 0
+    assert equal(weights(rank), before)
+    assert step(rank, rollouts).stepped
 
 
 def test_an_estimator_and_a_loss_from_one_outside_file_train_a_policy(
