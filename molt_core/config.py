@@ -347,6 +347,11 @@ class RunConfig(Strict):
             )
         return self
 
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due. The last step leaves the trained policy and none."""
+        every = self.checkpoint.every_steps
+        return every is not None and step % every == 0 and step < self.loop.steps
+
     @property
     def steps_without_policy(self) -> int:
         """First training steps in which the policy is not stepped."""

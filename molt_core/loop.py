@@ -241,7 +241,7 @@ class Loop:
         evaluation = await self._evaluate() if self._evaluates(step) else {}
         busy, engine_tokens = await self._engine_clocks()
         stops = self.stop_requested and step < self.config.loop.steps
-        saves = stops or self._saves(step)
+        saves = stops or self.config.saves_after(step)
         save_started = time.time()
         if saves:
             await self.saver.wait()
@@ -311,11 +311,6 @@ class Loop:
             what = f"step {step}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
             file = self.writer.dump("diverged_batch.pkl", {"reason": what, **dump})
             raise Diverged(f"{what}; the step was not taken, its batch is in {file}")
-
-    def _saves(self, step: int) -> bool:
-        """The last step leaves the trained policy and no checkpoint."""
-        every = self.config.checkpoint.every_steps
-        return every is not None and step % every == 0 and step < self.config.loop.steps
 
     def _state(self, engine_tokens: Counter[str]) -> dict[str, Any]:
         return {
