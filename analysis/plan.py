@@ -63,7 +63,9 @@ class ValidityBounds(Strict):
     mismatch_p99: float = Field(1e-5, gt=0, description="nats, 99th percentile of the probe")
     mismatch_max: float = Field(1e-3, gt=0, description="nats, maximum of the probe")
     mismatch_tokens: int = Field(256, gt=0, description="least tokens of a probe")
-    tied_share: float = Field(1e-3, gt=0, description="largest share of router-tied tokens")
+    tied_share: float = Field(
+        1e-3, gt=0, description="largest share of tokens left out for a router tie"
+    )
     mismatch_growth: float = Field(
         10.0, gt=1, description="fold by which the probe's p99 may grow over a run, from its slope"
     )

@@ -179,7 +179,7 @@ def samples_kept(pair: Pair) -> Finding:
 @pair_check(
     "same distribution",
     "p99 ≤ {mismatch_p99:.0e} and max ≤ {mismatch_max:.0e} nats; ≥ {mismatch_tokens} tokens probed "
-    "after each refit, those at a router tie left out of the comparison",
+    "after each refit, those that differ behind a router tie left out",
     "engine and trainer must give a token the same log-probability",
 )
 def same_distribution(pair: Pair) -> Finding:

@@ -167,7 +167,8 @@ class ProbeConfig(Strict):
     tie_gap: float = Field(
         1e-5,
         ge=0,
-        description="router scores closer than this are a tie; tokens from it on are left out",
+        description="router scores closer than this are a tie; of the tokens from it on, those that differ by more than "
+        "doubt_above are left out",
     )
 
 

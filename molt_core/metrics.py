@@ -192,7 +192,7 @@ def critic(result: CriticResult) -> dict[str, float]:
 
 
 def probe(result: ProbeResult) -> dict[str, float]:
-    """|trainer - engine| log-probability of the probe's tokens; tied ones are counted and left out."""
+    """|trainer - engine| log-probability of the probe's tokens; those left out for a router tie are counted."""
     differences = result.differences.astype(np.float64)
     counts = {"mismatch_tokens": len(differences), "tokens_router_tied": result.tied}
     if not len(differences):

@@ -70,10 +70,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """|trainer - engine| log-probability of fresh tokens, tied ones left out; how many were tied."""
+    """|trainer - engine| log-probability of fresh tokens, and how many were left out for a router tie."""
 
     differences: np.ndarray
     tied: int
+
+    @classmethod
+    def of(cls, differences: np.ndarray, tied: np.ndarray, doubt_above: float) -> ProbeResult:
+        """``[N]`` each. A tie leaves out only what it may explain: a difference that would be in doubt."""
+        left_out = tied & (differences > doubt_above)
+        return cls(differences[~left_out], int(left_out.sum()))
 
     @classmethod
     def joined(cls, parts: Collection[ProbeResult]) -> ProbeResult:
@@ -81,7 +87,7 @@ class ProbeResult:
 
     @property
     def p99(self) -> float:
-        """0 where every token was tied."""
+        """0 where every token was left out."""
         return (
             float(np.quantile(self.differences.astype(np.float64), 0.99))
             if len(self.differences)
@@ -178,8 +184,8 @@ class TrainerRank(CriticRank):
             distribution=self.distribution,
             tie_gap=self.config.probe.tie_gap,
         )
-        differences = (logprobs - batch.behaviour_logprobs).abs()[~tied]
-        return ProbeResult(differences.cpu().numpy(), int(tied.sum()))
+        differences = (logprobs - batch.behaviour_logprobs).abs().cpu().numpy()
+        return ProbeResult.of(differences, tied.cpu().numpy(), self.config.probe.doubt_above)
 
     def begin_save(self, folder: Path) -> None:
         streams = {"cpu": torch.get_rng_state()}

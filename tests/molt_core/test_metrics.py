@@ -116,6 +116,15 @@ def test_rewards_and_lengths_weigh_each_rollout_once_and_leave_out_the_failed():
     assert sums.take() == {}
 
 
+def test_a_tie_leaves_out_only_the_tokens_that_it_may_explain():
+    """A tie in the template takes every row: most of them agree all the same, and stay in the count."""
+    differences = np.array([1e-7, 2e-7, 3e-2, 4e-2, 5e-6])
+    tied = np.array([False, True, True, False, True])
+    found = ProbeResult.of(differences, tied, doubt_above=1e-5)
+    assert found.differences.tolist() == [1e-7, 2e-7, 4e-2, 5e-6]
+    assert found.tied == 1
+
+
 def test_the_probe_s_figures_are_over_tokens_that_are_not_tied():
     found = metrics.probe(ProbeResult(np.array([0.0, 1e-6, 3e-6], np.float32), tied=5))
     assert (found["mismatch_tokens"], found["tokens_router_tied"]) == (3, 5)
