@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,6 +28,9 @@ from molt_core.types import ContractError, ImageInput
 
 EXCLUDED_BIAS = -100.0
 """Added to the logits of excluded ids: e^-100 of probability is left, far below float32's resolution of the rest."""
+
+DEAD_AFTER_S = 1.0
+"""How often it is looked whether vLLM's process, which owes an answer, still lives."""
 
 RENDERED_KEPT = 512
 """Prompts kept with their processed images, for the other samples of their group."""
@@ -182,7 +185,7 @@ class Engine:
 
     async def start(self) -> None:
         """Name the weights that were loaded: version 0."""
-        await self._llm.update_weight_version(str(self.version))
+        await self._answered(self._llm.update_weight_version(str(self.version)))
 
     async def generate(
         self,
@@ -219,13 +222,13 @@ class Engine:
         The engine must have no other requests. It stands still until it has all of them, so that no forward pass depends on
         when they arrived, nor on what was cached before.
         """
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._answered(self._llm.pause_generation(mode="keep", clear_cache=True))
         submitted = []
         for positional, named in calls:
             named = dict(named)
             purpose = named.pop("purpose")
             submitted.append((await self._submit(*positional, **named), purpose))
-        await self._llm.resume_generation()
+        await self._answered(self._llm.resume_generation())
         return await asyncio.gather(*(self._answer(queue, purpose) for queue, purpose in submitted))
 
     async def _submit(
@@ -293,15 +296,15 @@ class Engine:
 
     async def pause(self) -> None:
         """Freeze requests where they are and drop every cache that depends on the weights."""
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-        await self._llm.start_weight_update()
+        await self._answered(self._llm.pause_generation(mode="keep", clear_cache=True))
+        await self._answered(self._llm.start_weight_update())
 
     async def receive(self, bucket: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info=dict(bucket))
         with _named_refit_error():
-            await self._llm.update_weights(request)
+            await self._answered(self._llm.update_weights(request))
 
     async def resume(self, version: int) -> None:
         """Commit the weights as ``version`` and go on; caches are recomputed under the new weights.
@@ -309,17 +312,29 @@ class Engine:
         Raises RefitError where the engine holds other weights than were sent.
         """
         with _named_refit_error():
-            await self._llm.finish_weight_update(weight_version=str(version))
+            await self._answered(self._llm.finish_weight_update(weight_version=str(version)))
         self.version = version
-        await self._llm.resume_generation()
+        await self._answered(self._llm.resume_generation())
 
     async def join(self, join_info: Mapping[str, Any]) -> None:
         """Join the trainer's refit group (collective with ``refit.join_group`` at the trainer)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._llm.init_weight_transfer_engine(
-            WeightTransferInitRequest(init_info=dict(join_info))
-        )
+        request = WeightTransferInitRequest(init_info=dict(join_info))
+        await self._answered(self._llm.init_weight_transfer_engine(request))
+
+    async def _answered(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Wait for vLLM's own process to do what ``call`` asks it for.
+
+        Raises EngineError where that process is dead: vLLM fails the requests then, and leaves any other call waiting.
+        """
+        asked = asyncio.ensure_future(call)
+        while not (asked.done() or self._llm.errored):
+            await asyncio.wait([asked], timeout=DEAD_AFTER_S)
+        if self._llm.errored:
+            asked.cancel()
+            raise EngineError("the engine's own process is dead")
+        await asked
 
     def shutdown(self) -> None:
         self._llm.shutdown()
@@ -330,6 +345,8 @@ def _named_refit_error():
     """What vLLM raises for a failed refit says no more than its text."""
     try:
         yield
+    except EngineError:
+        raise
     except Exception as error:
         raise RefitError(f"the engine could not take the weights: {error}") from error
 

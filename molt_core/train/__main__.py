@@ -81,6 +81,13 @@ def reason_of(error: BaseException) -> str | None:
     return None
 
 
+def own_words(error: BaseException) -> str:
+    """What ``error`` says, without the stacks that Ray puts around it at every actor that it passes; the log has those."""
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return str(error)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m molt_core.train", description=(__doc__ or "").split("\n\n")[1]
@@ -108,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         writer.attempt_folder.mkdir(parents=True, exist_ok=True)
         (writer.attempt_folder / "reason.json").write_text(
-            json.dumps({"reason": reason, "detail": str(error)})
+            json.dumps({"reason": reason, "detail": own_words(error)})
         )
         print(f"{reason}: {error}", file=sys.stderr)
         return 3
