@@ -7,8 +7,9 @@ Which one: ``--cluster NAME`` (or a path), else the variable MOLT_CLUSTER, else 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -19,6 +20,8 @@ from molt_core.config import Strict
 
 PROFILES = ROOT / "slurm" / "clusters"
 VARIABLE = "MOLT_CLUSTER"
+OURS = {"job-name", "array", "output", "error"}
+"""Directives by which the harness finds a job and its output again."""
 
 
 class Attempts(Strict):
@@ -95,7 +98,7 @@ class Cluster(Strict):
     exclusive: bool = Field(True, description="a run on GPUs has its nodes to itself")
     sbatch: dict[str, str | int | bool | None] = Field(
         default_factory=dict,
-        description="any directive by its long name; null removes one that would be set",
+        description="any directive by its long name; null or false removes one that would be set",
     )
     environment: dict[str, str] = Field(default_factory=dict, description="exported in the job")
     setup: tuple[str, ...] = Field((), description="lines of shell before the job, `module load`")
@@ -109,6 +112,24 @@ class Cluster(Strict):
     bad_node_after: int = Field(
         2, gt=0, description="failures after which an experiment avoids a node"
     )
+
+    @field_validator("sbatch")
+    @classmethod
+    def _leaves_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(OURS & set(given))
+        if taken:
+            raise ValueError(f"{', '.join(taken)}: the harness finds its jobs by it; leave it out")
+        return given
+
+    @property
+    def directives(self) -> dict[str, str | int | Literal[True]]:
+        """Those of ``sbatch`` that are set."""
+        return {key: value for key, value in self.sbatch.items() if value not in (None, False)}
+
+    def avoiding(self, bad: Sequence[str]) -> str:
+        """The nodes that a job stays away from: the profile's own, and ``bad``."""
+        own = self.directives.get("exclude")
+        return ",".join([*([str(own)] if own else []), *bad])
 
 
 def load_cluster(path: Path) -> Cluster:

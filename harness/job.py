@@ -368,7 +368,8 @@ def main(
     notify.after(RunFolder(run_dir.resolve()), goes_back=ending.goes_back)
     if ending.goes_back:
         cluster = requeue.profile(run_dir.parent)
-        requeue.go_back(job_id, requeue.bad_nodes(run_dir.parent, cluster.bad_node_after))
+        bad = requeue.bad_nodes(run_dir.parent, cluster.bad_node_after)
+        requeue.go_back(job_id, cluster.avoiding(bad) if bad else "")
         signal.sigtimedwait([signal.SIGTERM], 60)  # Slurm ends this process
     elif job_id is not None and ending.state == "PREEMPTED":
         requeue.stay_out(job_id)

@@ -194,12 +194,12 @@ def stay_out(job_id: str) -> None:
     ask_slurm("scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
 
-def go_back(job_id: str, avoid: Sequence[str]) -> None:
-    """Requeue this very job, away from the nodes ``avoid``. Slurm ends this process after it. Raises SlurmError.
+def go_back(job_id: str, avoid: str) -> None:
+    """Requeue this very job, away from the nodes ``avoid``, if any. Slurm ends this process after it. Raises SlurmError.
 
     The nodes can be named only once the job is pending again, which it is from the requeue on, while this process still
     has KillWait seconds.
     """
     ask_slurm("scontrol", "requeue", job_id)
     if avoid:
-        ask_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(avoid)}")
+        ask_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={avoid}")

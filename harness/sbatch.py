@@ -129,9 +129,11 @@ def parameters(
         asked += [":".join(["afterany", *end])] * bool(end)
         chosen["dependency"] = ",".join(asked)
         more["kill-on-invalid-dep"] = "yes"
-    if exclude:
-        chosen["exclude"] = ",".join(exclude)
-    more |= {key: value for key, value in cluster.sbatch.items() if value is not None}
+    more |= cluster.directives
+    for key in cluster.sbatch:  # ours has underscores there, and of two lines sbatch takes the last
+        chosen.pop(key.replace("-", "_"), None)
+    if avoided := cluster.avoiding(exclude):
+        more["exclude"] = avoided
     return {**chosen, "additional_parameters": more}
 
 
@@ -156,8 +158,8 @@ def small_script(
     asked |= {"output": output, "no-requeue": True, **where(cluster)}
     if resources.device == "cuda":
         asked |= devices_asked(cluster, resources.model_copy(update={"devices_per_node": 1}))
-    asked |= cluster.sbatch
-    given = sorted((key, value) for key, value in asked.items() if value is not None)
+    asked = {key: value for key, value in asked.items() if key not in cluster.sbatch}
+    given = sorted({**asked, **cluster.directives}.items())
     lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in given]
     return "\n".join(["#!/bin/bash", *lines, *setup_lines(cluster, code, 1), command, ""])
 
@@ -192,7 +194,7 @@ def script(
         map_count=len(array.runs),
         **parameters(array, cluster, name, after, code, exclude),
     )
-    removed = tuple(f"#SBATCH --{key}" for key, value in cluster.sbatch.items() if value is None)
+    removed = tuple(f"#SBATCH --{key}" for key in cluster.sbatch if key not in cluster.directives)
     lines = [line for line in text.splitlines() if not _is_directive(line, removed)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -59,6 +59,36 @@ def test_the_text_is_the_golden_one(name):
     assert text(*CASES[name]) == (GOLDEN / f"{name}.sbatch").read_text()
 
 
+def directives(**sbatch_) -> list[str]:
+    profile = PROFILE.model_copy(update={"sbatch": sbatch_})
+    resources = Resources(nodes=1, **GPU)
+    array = Array((Task("molt-s0-0", "train", (), resources),), resources)
+    found = sbatch.script(array, profile, "x", {}, Path("/code"), Path("/logs"), ["n13"])
+    return [line for line in found.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_a_directive_of_the_profile_stands_in_place_of_ours_and_not_before_it():
+    """Of two lines sbatch takes the last."""
+    found = directives(**{"cpus-per-task": 8})
+    assert [line for line in found if "cpus" in line] == ["#SBATCH --cpus-per-task=8"]
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_a_directive_can_be_removed(value):
+    assert not any("requeue" in line for line in directives(requeue=value))
+    assert not any("cpus" in line for line in directives(**{"cpus-per-task": value}))
+
+
+def test_nodes_that_failed_join_those_that_the_profile_avoids():
+    found = directives(exclude="n[01-02]")
+    assert [line for line in found if "exclude" in line] == ["#SBATCH --exclude='n[01-02],n13'"]
+
+
+def test_what_jobs_are_found_by_is_not_the_profiles():
+    with pytest.raises(ValueError, match="job-name: the harness finds its jobs by it"):
+        Cluster(sbatch={"job-name": "mine"})
+
+
 if __name__ == "__main__":
     sys.executable = "/venv/bin/python"
     for name, case in CASES.items():
