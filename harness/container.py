@@ -10,7 +10,8 @@ batch script is the same for every runtime, and the launch line is one of
 that process itself, and not a runtime that may pass a signal on, to one process or to all.
 
 Every place that a run is known to need is mounted as itself: all runs with their code, what the protocol names, scratch.
-Nothing else of the host is there; the user's home neither, whose packages would come before the image's.
+The user's home is not there, whose packages would come before the image's; what else of the host is, apptainer's and the
+site's settings say.
 """
 
 from __future__ import annotations

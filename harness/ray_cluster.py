@@ -33,7 +33,7 @@ from harness.ray_node import Layout, address_towards
 from harness.requeue import profile
 from harness.run_folder import RunFolder, write_json
 from harness.sbatch import devices_asked
-from harness.scheduler import ask_slurm
+from harness.scheduler import SlurmError, ask_slurm
 from harness.spec import Resources
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGABRT)
@@ -234,9 +234,12 @@ def work(folder: RunFolder, run: Mapping[str, Any], attempt: Path) -> int:
         {key: run["resources"][key] for key in Resources.model_fields if key in run["resources"]}
     )
     cluster = profile(folder.path.parent)
-    nodes = allocated_nodes()
-    layout = Layout.of(nodes, resources, cluster.ray, int(os.environ["SLURM_JOB_ID"]))
-    layout = layout.at(address_towards(nodes[1]))
+    try:
+        nodes = allocated_nodes()
+        layout = Layout.of(nodes, resources, cluster.ray, int(os.environ["SLURM_JOB_ID"]))
+        layout = layout.at(address_towards(nodes[1]))
+    except (OSError, SlurmError) as error:  # a name that is not found, a scheduler that is silent
+        raise Lost("INFRA", f"the allocation's nodes cannot be told or reached: {error}") from error
     # Ray executes what it is sent: only who has this word may send.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ray = RayCluster(layout, resources, cluster, folder.path, attempt / "ray.log")

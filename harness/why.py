@@ -73,7 +73,7 @@ def account(folder: RunFolder) -> Account:
     attempts = [_attempt(path) for path in folder.attempts]
     log = last_lines(folder.attempts[-1] / "output.log", 2000, 1 << 20) if attempts else []
     log = [COLOR.sub("", line) for line in log]
-    stacks = sorted((folder.attempts[-1] / "stacks").glob("*.txt")) if attempts else []
+    stacks = sorted((folder.attempts[-1] / "stacks").rglob("*.txt")) if attempts else []
     written = [str(file) for file in stacks if file.stat().st_size > 0]
     error = [] if status.state == "DONE" else error_lines(log)
     return Account(status, str(folder.path), attempts, error, by_speaker(log), written)

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
+from harness import ray_cluster
 from harness.cluster import Cluster, Container, RaySettings
 from harness.container import launch
 from harness.outcome import EXIT_JUDGED, judge_exit
-from harness.ray_cluster import allocated_nodes, launch_line
+from harness.ray_cluster import Lost, allocated_nodes, launch_line, work
 from harness.ray_node import Layout, start_command
-from harness.run_folder import write_json
+from harness.run_folder import RunFolder, write_json
 from harness.spec import Resources
 
 GPU = Resources(nodes=2, device="cuda", devices_per_node=8, cpus_per_node=96)
@@ -97,3 +98,16 @@ def test_a_lost_node_is_no_want_of_memory_on_this_one(make_run):
     assert said == ("NODE_FAIL", "n8 is lost")
     write_json(attempt / "reason.json", {"reason": "WORKER_DIED", "detail": "an actor died"})
     assert judge_exit(folder, attempt, EXIT_JUDGED, killed_for_memory=True)[0] == "OOM"
+
+
+def test_a_node_whose_name_is_not_found_is_no_outcome_of_the_run(monkeypatch, tmp_path):
+    """A name that only Slurm knows: the run did nothing wrong, and `retry` may go on."""
+    folder = RunFolder(tmp_path / "scale" / "run")
+    attempt = folder.path / "attempts" / "01"
+    attempt.mkdir(parents=True)
+    resources = {"nodes": 2, "device": "cpu", "cpus_per_node": 4, "time_limit": "00:10:00"}
+    monkeypatch.setattr(ray_cluster, "allocated_nodes", lambda: ["n3", "no-such-node.invalid"])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(Lost, match="cannot be told or reached") as caught:
+        work(folder, {"resources": resources}, attempt)
+    assert (caught.value.reason, caught.value.nodes) == ("INFRA", [])
