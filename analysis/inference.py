@@ -25,7 +25,7 @@ from analysis.sample_size import NeededRuns, needed_runs
 
 LEAST_RUNS = 3
 ROUNDING = 1e-12
-"""A spread below this share of the values is rounding and no spread."""
+"""A spread, or a difference, below this share of the values is rounding and none."""
 
 
 class NoInference(ValueError):

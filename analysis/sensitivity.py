@@ -16,6 +16,7 @@ import pandas as pd
 from analysis.checks import Check, Effect, Pair
 from analysis.control import above_control, control_stays_below
 from analysis.endpoint import Endpoint
+from analysis.inference import ROUNDING
 from analysis.load import steady
 from analysis.summaries import SummaryError, crossing, curve, initial_value, summarise
 
@@ -29,8 +30,6 @@ ONLY_EQUIVALENCE = ("margin", "ceiling", "non_inferiority")
 HARMLESS = ("margin_reason", "unit")
 WHERE_ADDED = ("condition", "arms")
 """What may be added late, and neither dropped nor changed: a condition narrows a claim, an arm widens Holm's family."""
-SAME = 1e-12
-"""Share of their size by which equal numbers may differ after rounding."""
 
 
 BY_RECORD = ("final_window_mean", "auc", "steps_to_threshold", "seconds_to_threshold")
@@ -148,7 +147,7 @@ def _distinct(sample: Sequence[float]) -> int:
     ordered = np.sort(np.asarray(sample, dtype=float))
     if not len(ordered):
         return 0
-    return 1 + int((np.diff(ordered) > SAME * np.abs(ordered).max()).sum())
+    return 1 + int((np.diff(ordered) > ROUNDING * np.abs(ordered).max()).sum())
 
 
 def _same_records(pair: Pair, endpoint: Endpoint) -> Check:

@@ -291,7 +291,10 @@ class Loop:
         return not stops
 
     async def _train(self, step: int, batch: Batch) -> StepResult:
-        """One optimiser step. Raises Diverged, with the batch on disk, before weights are touched by what is no number."""
+        """One optimiser step. Raises Diverged, with the batch on disk, before weights are touched by what is no number.
+
+        Of a policy and a critic, the one whose numbers are sound may have taken its step on that batch.
+        """
         rows = [segment for group in batch.groups for segment in group.segments]
         frozen = await self.trainer.frozen_logprobs(rows)
         values = await self.trainer.values(rows)
@@ -310,7 +313,7 @@ class Loop:
         if not np.isfinite(list(numbers.values())).all():
             what = f"step {step}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
             file = self.writer.dump("diverged_batch.pkl", {"reason": what, **dump})
-            raise Diverged(f"{what}; the step was not taken, its batch is in {file}")
+            raise Diverged(f"{what}; the step on that was not taken, its batch is in {file}")
 
     def _state(self, engine_tokens: Counter[str]) -> dict[str, Any]:
         return {

@@ -21,6 +21,19 @@ def ray_session():
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """torch.distributed with this process alone, on one thread."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    file = tmp_path_factory.mktemp("rendezvous") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Path:
     """The built-in policy from its seed, untrained."""

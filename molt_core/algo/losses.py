@@ -141,7 +141,9 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float | N
 
     A constant error is not seen in it.
     """
+    if not len(returns):
+        return None
     spread = returns.double().var(correction=0)
-    if not len(returns) or spread == 0:
+    if spread == 0:
         return None
     return float(1 - (returns.double() - values.double()).var(correction=0) / spread)

@@ -84,3 +84,12 @@ def job_command():
 def own_cores(monkeypatch, tmp_path):
     """A machine of one's own: tests do not wait for the cores that another queue holds."""
     monkeypatch.setenv(POOL_ENV, f"test-{os.getpid()}-{tmp_path.name}")
+
+
+@pytest.fixture(scope="module")
+def one_megatron_rank(one_rank):
+    """The process group of one, and Megatron-Core's own groups taken down with it."""
+    from megatron.core import parallel_state
+
+    yield
+    parallel_state.destroy_model_parallel()

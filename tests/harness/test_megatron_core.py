@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from harness.baselines import megatron_core
 from harness.baselines.megatron_core import MegatronCoreBackend
@@ -39,14 +38,7 @@ MIXED = (1, 2, 0, 1, 0, 3)
 """Images in each row of the test batch."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    file = tmp_path_factory.mktemp("rendezvous") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    megatron_core.parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from harness.baselines.megatron_core import MegatronCoreBackend, parallel_state
+from harness.baselines.megatron_core import MegatronCoreBackend
 from molt_core.config import TrainerConfig
 from molt_core.models.load import load_policy, save_policy
 from molt_core.train.collate import collate
@@ -33,14 +32,7 @@ IMAGES = (1, 2, 0, 1, 0, 0)
 both = pytest.mark.parametrize("backend_class", [FSDP2Backend, MegatronCoreBackend])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    file = tmp_path_factory.mktemp("rendezvous") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 
 from molt_core.config import TrainerConfig
@@ -47,15 +46,6 @@ def tied(tiny_checkpoint, tmp_path_factory):
     save_policy(policy.named_parameters(), tiny_checkpoint, folder)
     config.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    torch.set_num_threads(1)
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def names_on_disk(folder) -> list[str]:
