@@ -285,7 +285,9 @@ def test_values_that_differ_by_rounding_are_identical(tmp_path):
     folder = write_experiment(tmp_path, steps=20, endpoints=(ACCURACY,), edit_record=summed)
     values = result_of(folder).measurement.values["molt"]
     assert 0 < max(values.values()) - min(values.values()) < 1e-12
-    assert result_of(folder).decision.verdict == Verdict.INVALID
+    result = result_of(folder)
+    assert result.decision.verdict == Verdict.INVALID
+    assert failed(result, f"resolution of {ACCURACY.name}").refuses
 
 
 # The sentences
@@ -317,7 +319,9 @@ def test_no_verdict_while_a_run_is_at_work(tmp_path):
 def test_a_run_whose_heart_stopped_long_ago_is_lost(tmp_path):
     folder = write_experiment(tmp_path, steps=20)
     take_end(folder, "molt-s4-*", age_s=3600)
-    assert "molt 4 of 5" in result_of(folder).may_write
+    result = result_of(folder)
+    assert result.decision.verdict == Verdict.EQUIVALENT
+    assert "molt 4 of 5" in result.may_write
 
 
 def test_a_run_that_never_started_is_waited_for(tmp_path):
