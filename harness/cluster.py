@@ -100,7 +100,10 @@ class Cluster(Strict):
         default_factory=dict,
         description="any directive by its long name; null or false removes one that would be set",
     )
-    environment: dict[str, str] = Field(default_factory=dict, description="exported in the job")
+    environment: dict[str, str | None] = Field(
+        default_factory=dict,
+        description="exported in the job; a name without a value has that of the shell that submits",
+    )
     setup: tuple[str, ...] = Field((), description="lines of shell before the job, `module load`")
     container: Container = Container()
     max_running: int = Field(256, gt=0, description="runs of one submit that work at once")
@@ -120,6 +123,16 @@ class Cluster(Strict):
         if taken:
             raise ValueError(f"{', '.join(taken)}: the harness finds its jobs by it; leave it out")
         return given
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """Those of ``environment`` that have a value."""
+        return {key: value for key, value in self.environment.items() if value is not None}
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Those that have none here: tokens, whose values are written nowhere."""
+        return tuple(key for key, value in self.environment.items() if value is None)
 
     @property
     def directives(self) -> dict[str, str | int | Literal[True]]:

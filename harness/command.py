@@ -38,7 +38,7 @@ def inside(
     node: str | None = None,
 ) -> list[str]:
     """``command`` in the run's image, on this node; ``node``: its name, where it is not the allocation's first."""
-    variables = {**cluster.environment, **own_variables(folder, run, scratch)}
+    variables = {**cluster.exports, **own_variables(folder, run, scratch)}
     # Of a home that is mounted all the same no packages, and caches where they may be written.
     variables |= {"PYTHONNOUSERSITE": "1", "HOME": scratch}
     return launch(
@@ -47,6 +47,7 @@ def inside(
         mounts=needed_mounts(folder.path.parents[2], run, scratch),
         workdir=str(attempt),
         variables=variables,
+        passed=cluster.passed,
         cpus=run["resources"]["cpus_per_node"],
         node=node,
     )

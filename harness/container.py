@@ -80,12 +80,14 @@ def launch(
     mounts: Sequence[str] = (),
     workdir: str = "/",
     variables: Mapping[str, str] | None = None,
+    passed: Sequence[str] = (),
     cpus: int = 1,
     node: str | None = None,
 ) -> list[str]:
     """``command`` in a container on this node, which is the allocation's first, or ``node``.
 
-    mounts: SOURCE[:TARGET[:ro]] each.
+    mounts: SOURCE[:TARGET[:ro]] each. passed: variables that go in with the value that they have outside, which no command
+    line may show; apptainer passes all by itself, and pyxis those that the image does not set.
     """
     mounts = [_whole(mount) for mount in dict.fromkeys((*container.mounts, *mounts))]
     inner = [*command]
@@ -108,6 +110,7 @@ def launch(
             step += [f"--container-mounts={','.join(mounts)}"] if mounts else []
             step += [f"--container-workdir={workdir}", "--no-container-mount-home"]
             step += ["--no-container-entrypoint", "--no-container-remap-root"]
+            step += [f"--container-env={','.join(passed)}"] if passed else []
             return [*step, *container.arguments, *inner]
 
 

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.redaction import redact
+
 _FLOCK = "hhqqi4x"
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
 
@@ -44,11 +46,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` whole: a reader sees the old object or the new one, also after a power cut."""
+    """Replace ``path`` whole: a reader sees the old object or the new one, also after a power cut. Secrets are taken out."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "w") as file:
-        json.dump(value, file, indent=2, allow_nan=False)
+        json.dump(redact(value), file, indent=2, allow_nan=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

@@ -167,11 +167,12 @@ def small_script(
 def setup_lines(cluster: Cluster, code: Path, cpus: int) -> list[str]:
     """Shell before the job: the profile's lines and variables, and where this harness is imported from."""
     # Without the second, `python -m` would import from the folder that sbatch was called in before anything else.
-    exports = {**cluster.environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(code)}
+    exports = {**cluster.exports, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(code)}
     lines = [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
     lines[-1] += '"${PYTHONPATH:+:$PYTHONPATH}"'
     if cluster.container.runtime != "none":
-        shown = shlex.join(launch(cluster.container, ["COMMAND"], workdir="ATTEMPT", cpus=cpus))
+        shape = {"workdir": "ATTEMPT", "passed": cluster.passed, "cpus": cpus}
+        shown = shlex.join(launch(cluster.container, ["COMMAND"], **shape))
         lines.append(f"# The job starts a run's command by: {shown}")
     return [*cluster.setup, *lines]
 

@@ -63,6 +63,8 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
 
     Raises SlurmError where sbatch refuses; the arrays before it stay submitted, and the next submit goes on.
     """
+    if lacking := unset(cluster):
+        raise SlurmError(lacking[0])
     folder = folder.resolve()
     cluster = _with_lead(folder, cluster)
     ids = job_ids(folder)
@@ -201,8 +203,19 @@ def refusal(text: str) -> str:
     return ""
 
 
+def unset(cluster: Cluster) -> list[str]:
+    """Variables that the profile names for the jobs and this shell has not set, a sentence each."""
+    return [
+        f"environment.{name}: the profile gives its name alone, and this shell has not set it; `export {name}=...` first"
+        for name in cluster.passed
+        if name not in os.environ
+    ]
+
+
 def refusals(folder: Path, runs: Sequence[Run], cluster: Cluster) -> list[str]:
-    """What Slurm would refuse of ``runs``: partition, account, quality of service, more than a node has."""
+    """What would be refused of ``runs``: by Slurm partition, account, quality of service, more than a node has."""
+    if lacking := unset(cluster):
+        return lacking
     found: dict[str, str] = {}
     for _, text in scripts(folder, runs, cluster):
         if (said := refusal(text)) and said not in found:

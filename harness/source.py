@@ -7,6 +7,7 @@ these are a text, the number 1800 and False). A key that appears twice is an err
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from harness.problems import Finding, Problem, SpecError
+from harness.redaction import refused
 
 KeyPath = tuple[str | int, ...]
 
@@ -86,7 +88,7 @@ def dotted(place: KeyPath) -> str:
 
 
 def read(path: str | Path) -> Document:
-    """Parse ``path``. Raises SpecError for a file that is absent, not YAML, not a mapping, or repeats a key."""
+    """Parse ``path``. Raises SpecError for a file that is absent, not YAML, not a mapping, repeats a key or tells a secret."""
     path = Path(path)
     if not path.is_file():
         raise SpecError(
@@ -100,9 +102,9 @@ def read(path: str | Path) -> Document:
             raise SpecError(
                 path, [Problem(1, "", "is not a mapping", "Start with `name:`, `question:`, ...")]
             )
-        repeated = list(_repeated(root, ""))
-        if repeated:
-            raise SpecError(path, repeated)
+        faults = [*_repeated(root, ""), *_secrets(root, "", "")]
+        if faults:
+            raise SpecError(path, faults)
         return Document(path, loader.construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -123,7 +125,7 @@ def read(path: str | Path) -> Document:
             loader.dispose()
 
 
-def _repeated(node: yaml.Node, key: str):
+def _repeated(node: yaml.Node, key: str) -> Iterator[Problem]:
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for name, value in node.value:
@@ -137,3 +139,21 @@ def _repeated(node: yaml.Node, key: str):
     elif isinstance(node, yaml.SequenceNode):
         for position, value in enumerate(node.value):
             yield from _repeated(value, f"{key}[{position}]")
+
+
+def _secrets(node: yaml.Node, key: str, name: str) -> Iterator[Problem]:
+    """``name``: the last key of ``key`` that is a word."""
+    if isinstance(node, yaml.MappingNode):
+        for inner, value in node.value:
+            yield from _secrets(value, f"{key}.{inner.value}".lstrip("."), str(inner.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for position, value in enumerate(node.value):
+            yield from _secrets(value, f"{key}[{position}]", name)
+    elif node.tag != "tag:yaml.org,2002:null" and refused(name, node.value):
+        yield Problem(
+            node.start_mark.line + 1,
+            key,
+            "has a secret in it, and everything written here is copied beside the runs",
+            "Name the variable without a value (`environment: {HF_TOKEN: }` in the cluster's profile) and export it in the "
+            "shell that submits",
+        )

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from harness.processes import own_environment
+from harness.redaction import redact
 from harness.run_folder import Busy, hold, scale_folders
 from harness.status import at_work, read_statuses
 
@@ -134,7 +135,7 @@ def main(
             typer.echo(f"{folder}: another sync is at work: {error}")
             continue
         where = f"{folder.parent.name}/{folder.name}"
-        typer.echo(f"{where}: {written} new records, store {uri}")
+        typer.echo(f"{where}: {written} new records, store {redact(uri)}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from harness.expand import flatten
+from harness.redaction import redact
 from harness.run_folder import RunFolder, is_held, read_json, run_folders, write_json
 from harness.status import RunStatus, queue_lock, read_statuses
 
@@ -78,7 +79,7 @@ class Tracker:
     def __post_init__(self) -> None:
         self.client = MlflowClient(self.uri)
         self._all = read_json(self.folder / "mlflow.json") or {}
-        self.state = self._all.setdefault(self.uri, {"runs": {}})
+        self.state = self._all.setdefault(redact(self.uri), {"runs": {}})
 
     def sync(self) -> int:
         """One pass over all runs; returns the number of records written."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from harness import scheduler, slurm
 from harness.cancel import cancel
 from harness.cluster import Cluster
 from harness.expand import expand
@@ -19,51 +17,6 @@ from harness.spec import load
 from harness.status import read_statuses
 from harness.submit import submit
 from tests.harness.test_spec import write
-
-SBATCH = """#!/bin/sh
-[ -e "$LAB/refuses" ] && { echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1; }
-case "$*" in *--test-only*) exit 0 ;; esac
-number=$(($(cat "$LAB/count" 2>/dev/null || echo 100) + 1))
-[ -e "$LAB/lost" ] || echo $number > "$LAB/count"
-cat > "$LAB/$number.sh"
-env | grep ^SLURM_ > "$LAB/$number.env"
-if [ ! -e "$LAB/lost" ]; then
-    name=$(sed -n 's/#SBATCH --job-name=//p' "$LAB/$number.sh")
-    tasks=$(grep -o 'array=0-[0-9]*' "$LAB/$number.sh" | grep -o '[0-9]*$')
-    for task in $(seq 0 $tasks); do echo "${number}_$task|PENDING|Priority||10:00|$name" >> "$LAB/queued"; done
-fi
-echo >> "$LAB/sbatch.calls"
-[ -e "$LAB/slow" ] && { rm -f "$LAB/slow" "$LAB/lost"; echo 'sbatch: error: Socket timed out on send/recv' >&2; exit 1; }
-echo "$number"
-"""
-SQUEUE = """#!/bin/sh
-echo "$@" >> "$LAB/squeue.calls"
-[ -e "$LAB/down" ] && { echo "timed out" >&2; exit 1; }
-cat "$LAB/queued"
-"""
-SCANCEL = '#!/bin/sh\necho "$@" >> "$LAB/scancel.calls"\n'
-SCONTROL = '#!/bin/sh\necho "MaxArraySize = $(cat "$LAB/size" 2>/dev/null || echo 1001)"\n'
-SACCT = "#!/bin/sh\nexit 1\n"
-
-
-@pytest.fixture
-def lab(tmp_path, monkeypatch):
-    """A folder on PATH with sbatch, squeue, scancel and srun; what they saw lies beside them."""
-    folder = tmp_path / "lab"
-    folder.mkdir()
-    scripts = {"sbatch": SBATCH, "squeue": SQUEUE, "sacct": SACCT} | {
-        "scancel": SCANCEL,
-        "scontrol": SCONTROL,
-    }
-    (folder / "queued").touch()
-    for name, text in scripts.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("LAB", str(folder))
-    monkeypatch.setattr(scheduler, "_asked", {})
-    monkeypatch.setattr(slurm, "PAUSE_S", 0.01)
-    return folder
 
 
 @pytest.fixture

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
+from harness.cluster import load_cluster
 from harness.processes import own_environment
 from harness.queue import Queue, ask
 from harness.run_folder import RunFolder, hold, is_held, write_json
+from harness.sbatch import Task
+from harness.slurm import submit_arrays
 from harness.status import queue_lock
 from harness.sync import default_uri, ensure_store
 from harness.tracking import Tracker, key_of, new_records, points
@@ -357,3 +362,39 @@ def test_the_parent_works_while_a_queue_does(store, planned):
     assert MlflowClient(store).get_run(parent).info.status == "RUNNING"
     Tracker(folder.path.parent, store).sync()
     assert MlflowClient(store).get_run(parent).info.status == "FAILED"
+
+
+APPTAINER = '#!/bin/sh\nwhile [ "$1" != "$IMAGE" ]; do shift; done; shift; exec "$@"\n'
+USES_IT = """
+import hashlib
+(run / "used").write_text(hashlib.sha256(os.environ["HF_TOKEN"].encode()).hexdigest())
+"""
+
+
+def test_no_file_of_a_run_has_a_secret_that_the_run_uses(
+    lab, store, planned, job_command, tmp_path, monkeypatch
+):
+    """Batch scripts, records, launch line, store: after a submit to a stand-in Slurm and a job in a stand-in container."""
+    secret = "hf_0123456789abcdefPLANTED"
+    image = tmp_path / "a.sif"
+    image.write_text("image")
+    for name, value in {"HF_TOKEN": secret, "IMAGE": str(image)}.items():
+        monkeypatch.setenv(name, value)
+    (lab / "apptainer").write_text(APPTAINER)
+    (lab / "apptainer").chmod(0o755)
+    profile = tmp_path / "here.yaml"
+    box = f"{{runtime: apptainer, image: {image}, python: {sys.executable}}}"
+    profile.write_text(f"environment: {{HF_TOKEN: , GREETING: hello}}\ncontainer: {box}\n")
+    folder = planned(body=USES_IT + "sys.exit('401')\n")
+    sha256 = hashlib.sha256(b"image").hexdigest()
+    folder.update_run(image={"path": str(image), "sha256": sha256})
+    submit_arrays(folder.path.parent, [Task.of(folder)], load_cluster(profile))
+    subprocess.run(job_command(folder), check=False)
+    Tracker(folder.path.parent, store).sync()
+
+    assert (folder.path / "used").read_text() == hashlib.sha256(secret.encode()).hexdigest()
+    assert "GREETING=hello" in (folder.attempts[-1] / "start.json").read_text()
+    written = [p for p in folder.path.parents[2].rglob("*") if p.is_file()]
+    written += [*Path(store.removeprefix("sqlite:///")).parent.iterdir(), *lab.glob("*.sh")]
+    assert {p.suffix for p in written} >= {".sh", ".json", ".db", ".pkl"}
+    assert [str(p) for p in written if secret.encode() in p.read_bytes()] == []

@@ -1,0 +1,92 @@
+"""What is a secret, and that none is in any file of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.cluster import Cluster, Container, load_cluster
+from harness.container import launch
+from harness.problems import SpecError
+from harness.redaction import is_secret_name, redact
+from harness.run_folder import read_json, write_json
+from harness.source import read
+
+TOKEN = "hf_0123456789abcdefPLANTED"
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *((name, True) for name in ("HF_TOKEN", "WANDB_API_KEY", "GEMINI_KEY", "db_password")),
+        *((name, True) for name in ("AWS_SECRET_ACCESS_KEY", "api_key", "MLFLOW_TRACKING_TOKEN")),
+        *((name, False) for name in ("TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "max_new_tokens")),
+        *((name, False) for name in ("key", "sort_key", "KEYBOARD", "NCCL_DEBUG")),
+    ],
+)
+def test_a_secret_is_told_by_its_name(name, secret):
+    assert is_secret_name(name) is secret
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "environment:\n  HF_TOKEN: hunter2",
+        "setup:\n  - export WANDB_API_KEY=0a1b2c3d",
+        "container:\n  arguments: [--env, 'DB_PASSWORD=hunter2']",
+        "sbatch:\n  comment: see https://me:hunter2@lab.example/",
+        f"environment:\n  GREETING: {TOKEN}",
+        "environment:\n  MOLT_NOTIFY: https://hooks.example/T0/B0/x",
+    ],
+)
+def test_a_secret_in_a_yaml_is_refused_with_file_line_key_and_way_out(tmp_path, lines):
+    path = tmp_path / "here.yaml"
+    path.write_text(f"{lines}\n")
+    with pytest.raises(SpecError) as error:
+        load_cluster(path)
+    said = str(error.value)
+    key = lines.partition(":")[0]
+    assert said.startswith((f"{path}:2: {key}", f"{path}:3: {key}"))
+    assert "has a secret in it" in said and "Name the variable without a value" in said
+    assert not any(word in said for word in ("hunter2", "0a1b2c3d", TOKEN))
+
+
+def test_an_experiment_that_repeats_a_variable_of_this_shell_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
+    path = tmp_path / "small.yaml"
+    path.write_text("protocol: {task: {variant: {judge: 'as correct-horse-battery'}}}\n")
+    with pytest.raises(SpecError, match=r"small.yaml:1: protocol.task.variant.judge: has a secret"):
+        read(path)
+
+
+def test_a_name_without_a_value_and_references_are_no_secrets(tmp_path):
+    path = tmp_path / "here.yaml"
+    path.write_text(
+        "environment: {HF_TOKEN: , HF_TOKEN_PATH: /home/me/token, NCCL_DEBUG: WARN}\n"
+        "setup: ['export DB_PASSWORD=$(cat ~/.password)', 'export API_KEY=$OTHER']\n"
+    )
+    profile = load_cluster(path)
+    assert profile.passed == ("HF_TOKEN",)
+    assert profile.exports == {"HF_TOKEN_PATH": "/home/me/token", "NCCL_DEBUG": "WARN"}
+
+
+def test_records_have_the_name_in_the_place_of_the_value_and_numbers_as_they_were(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SOME_API_KEY", "12345678")
+    said = {"why": "401 for 12345678", "uri": "https://me:pw@host/x", "loss": 0.12345678}
+    write_json(tmp_path / "end.json", said)
+    expected = {"why": "401 for [SOME_API_KEY]", "uri": "https://[user]@host/x", "loss": 0.12345678}
+    assert read_json(tmp_path / "end.json") == expected
+    assert (
+        redact("git@host:me/code.git, s3://bucket/a@2") == "git@host:me/code.git, s3://bucket/a@2"
+    )
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_containers_launch_line_names_what_it_passes_and_has_no_value(monkeypatch, runtime):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    profile = Cluster(environment={"HF_TOKEN": None, "GREETING": "hello"})
+    box = Container(runtime=runtime, image="/images/a")
+    line = launch(box, ["true"], variables=profile.exports, passed=profile.passed)
+    assert "GREETING=hello" in line and TOKEN not in " ".join(line)
+    assert ("--container-env=HF_TOKEN" in line) is (runtime == "pyxis")
