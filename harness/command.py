@@ -38,7 +38,7 @@ def inside(
     node: str | None = None,
 ) -> list[str]:
     """``command`` in the run's image, on this node; ``node``: its name, where it is not the allocation's first."""
-    variables = {**cluster.exports, **own_variables(folder, run, scratch)}
+    variables = {**cluster.exports, **own_variables(folder, run, scratch, node)}
     # Of a home that is mounted all the same no packages, and caches where they may be written.
     variables |= {"PYTHONNOUSERSITE": "1", "HOME": scratch}
     return launch(
@@ -77,9 +77,16 @@ def code_path(folder: RunFolder, run: dict[str, Any]) -> Path:
     return (folder.path / run["code_path"]).resolve()
 
 
-def own_variables(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[str, str]:
-    """What a run's processes find set: the snapshot first on the import path, the run's mark, its places."""
+def own_variables(
+    folder: RunFolder, run: dict[str, Any], scratch: str, node: str | None = None
+) -> dict[str, str]:
+    """What a run's processes find set: the snapshot first on the import path, the run's mark, its places.
+
+    ``node``: where they are, if not on the allocation's first: process ids of two nodes may be the same, and a stack's file
+    is named by one.
+    """
     code = code_path(folder, run)
+    stacks = folder.attempts[-1] / "stacks" / (node or "")
     modules = import_path(run) if run.get("image") else run.get("import_path", [])
     return {
         MARK: run["identity"],
@@ -88,7 +95,7 @@ def own_variables(folder: RunFolder, run: dict[str, Any], scratch: str) -> dict[
         "PYTHONFAULTHANDLER": "1",
         "TMPDIR": scratch,
         "MOLT_CODE": str(code),
-        "MOLT_STACKS": str(folder.attempts[-1] / "stacks"),
+        "MOLT_STACKS": str(stacks),
     }
 
 

@@ -184,7 +184,7 @@ def _attempt(
         signalled_when_parent_dies(signal.SIGKILL, job)
 
     started, variables = arguments, environment(own_variables(folder, run, scratch))
-    if requeue.own_job() is not None and run["resources"].get("nodes", 1) > 1:
+    if over_several_nodes(run):
         started, variables = cluster_line(folder, run, scratch)
     try:
         with open(attempt / "output.log", "ab") as log:
@@ -206,6 +206,11 @@ def _attempt(
         return ending, {"ended_with_it": remained} if remained else {}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def over_several_nodes(run: dict[str, Any]) -> bool:
+    """True where what this job starts is the keeper of a Ray cluster, which starts the command on it."""
+    return requeue.own_job() is not None and run["resources"].get("nodes", 1) > 1
 
 
 def _watch(
@@ -271,8 +276,11 @@ def _stop(
     patience_s: float = GRACE_S,
 ) -> int | None:
     """Ask the command to end; after ``patience_s`` its descendants are ended with it. Returns its code where it obeyed."""
+    # A cluster's keeper must know too, and passes it on: on a hang it has the other nodes write their stacks first.
+    through = over_several_nodes(RunFolder(attempt.parents[1]).run)
+    listener = child.pid if through else container.command_pid(attempt, child.pid)
     with suppress(ProcessLookupError):  # the command has ended, and its runtime is about to
-        os.kill(container.command_pid(attempt, child.pid), number)
+        os.kill(listener, number)
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         signal.sigtimedwait([signal.SIGCHLD], 0.2)

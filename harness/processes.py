@@ -91,12 +91,23 @@ def dump_stacks(folder: Path, identity: str, patience_s: float = 3.0) -> list[Pa
     alive = {process.pid for process in psutil.Process().children(recursive=True)}
     alive |= {process.pid for process in leftovers(identity)}  # in a step of Slurm's
     files = [file for file in sorted(folder.glob("*.txt")) if int(file.stem) in alive]
+    files = [file for file in files if catches(int(file.stem), signal.SIGQUIT)]
     for file in files:
         os.kill(int(file.stem), signal.SIGQUIT)
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and any(file.stat().st_size == 0 for file in files):
         time.sleep(0.05)
     return files
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """True where the process has a handler for the signal. One that has become another program since it had one has none."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def reap() -> dict[int, int]:

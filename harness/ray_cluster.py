@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,10 +27,10 @@ import typer
 
 from harness.cluster import Cluster
 from harness.command import command_line, environment, own_variables
-from harness.container import own_code
+from harness.container import command_pid, own_code
 from harness.outcome import EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED, last_lines
 from harness.processes import become_subreaper, reap, signalled_when_parent_dies
-from harness.ray_node import Layout, address_towards
+from harness.ray_node import END, STACKS, Layout, address_towards
 from harness.requeue import profile
 from harness.run_folder import RunFolder, write_json
 from harness.sbatch import devices_asked
@@ -44,8 +45,8 @@ LOST_WITHIN_S = 15.0
 """How long a command that failed is not believed: a lost node may be the cause, which Ray's head knows a little later."""
 LOOK_S = 2.0
 """How often the head is asked while the command works."""
-END_S = 8.0
-"""Time that the nodes have to end in."""
+END_S, KILLED_S = 8.0, 2.0
+"""Time that the nodes have to end in, and that the kernel has after it."""
 SRUN_NAMES = re.compile(r"^srun: error: ([^:\s]+): task", re.MULTILINE)
 """How srun names the node on which its task ended."""
 
@@ -77,7 +78,7 @@ def launch_line(
         # Said again: not every version of srun takes them over from the batch job, nor binds a task to all of its cores.
         *(f"--cpus-per-task={resources.cpus_per_node}", "--mem=0", "--cpu-bind=none"),
         *(f"--{key}={value}" for key, value in devices.items()),
-        *("--mpi=none", "--export=ALL", "--input=none", "--label", "--kill-on-bad-exit=1"),
+        *("--mpi=none", "--export=ALL", "--label", "--kill-on-bad-exit=1"),
         *command,
     ]
 
@@ -116,7 +117,7 @@ class RayCluster:
             self.processes = [
                 subprocess.Popen(
                     line,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # by which a node is told what to do; srun hands it to each
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **health, "TMPDIR": str(folder)},
@@ -135,7 +136,10 @@ class RayCluster:
             if caught is not None and caught.si_signo in FORWARDED:
                 raise Signalled(caught.si_signo)
             self._ended(reap(), sorted(missing))
-            missing = {name for name in self.layout.nodes if not self.known().get(name)}
+            known, before = self.known(), missing
+            missing = {name for name in self.layout.nodes if not known.get(name)}
+            for name in sorted(before - missing):  # a sign of life in the log too
+                print(f"Ray: {name} is there, {time.monotonic() - began:.1f} s", flush=True)
             if missing and time.monotonic() - began > within_s:
                 raise Lost(
                     "NODE_FAIL", self._absent(missing, f"within {within_s:.0f} s"), sorted(missing)
@@ -198,8 +202,11 @@ class RayCluster:
             raise Lost("NODE_FAIL", f"{who}, srun with code {code}: {self._words()}", nodes)
 
     def write_stacks(self, folder: Path, patience_s: float = 4.0) -> None:
-        """Have the processes on the other nodes write their stacks, and wait until each node has begun to."""
-        self.processes[1].send_signal(signal.SIGUSR1)
+        """Have the processes on the other nodes write their stacks, and wait until each node has begun to.
+
+        By a word and no signal: srun may hand one to every process of the step, and most end by it.
+        """
+        self._tell(self.processes[1], STACKS)
         deadline = time.monotonic() + patience_s
         waiting = set(self.layout.nodes[1:])
         while waiting and time.monotonic() < deadline:
@@ -216,16 +223,27 @@ class RayCluster:
 
     def end(self) -> None:
         """Tell every node to end, wait, kill what stays here. What stays elsewhere Slurm ends with the job."""
-        deadline = time.monotonic() + END_S
-        for number in (signal.SIGUSR2, signal.SIGKILL):
+        for process in self.processes:
+            self._tell(process, END)
+        self._wait(END_S)
+        for process in self.processes:
+            if process.returncode is None:
+                process.kill()
+        self._wait(KILLED_S)
+
+    def _tell(self, process: subprocess.Popen, word: str) -> None:
+        with suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(f"{word}\n".encode())
+            process.stdin.flush()
+
+    def _wait(self, patience_s: float) -> None:
+        """Until every process has ended, at most ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+        while any(p.returncode is None for p in self.processes) and time.monotonic() < deadline:
+            signal.sigtimedwait([signal.SIGCHLD], 0.1)
+            ended = reap()
             for process in self.processes:
-                if process.returncode is None:
-                    process.send_signal(number)
-            while any(p.returncode is None for p in self.processes) and time.monotonic() < deadline:
-                signal.sigtimedwait([signal.SIGCHLD], 0.1)
-                ended = reap()
-                for process in self.processes:
-                    process.returncode = ended.get(process.pid, process.returncode)
+                process.returncode = ended.get(process.pid, process.returncode)
 
 
 def work(folder: RunFolder, run: Mapping[str, Any], attempt: Path) -> int:
@@ -272,7 +290,8 @@ def _command(ray: RayCluster, folder: RunFolder, run: Mapping[str, Any], attempt
         if caught is not None and caught.si_signo in FORWARDED:
             if caught.si_signo == signal.SIGABRT:  # a hang: the stacks of the other nodes too
                 ray.write_stacks(attempt / "stacks")
-            child.send_signal(caught.si_signo)
+            with suppress(ProcessLookupError):  # the command has ended, and its runtime is about to
+                os.kill(command_pid(attempt, child.pid), caught.si_signo)
             told = True
         ended = reap()
         if child.pid in ended:

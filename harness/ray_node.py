@@ -1,8 +1,9 @@
 """One node of a run's Ray cluster:  python -m harness.ray_node RUN_DIR LAYOUT      (harness.ray_cluster starts them)
 
 Runs once on every node of the allocation. Ray's files lie in a folder of this job on this node, its ports follow from the job's
-number, and whatever it has started ends with it. SIGUSR1: the processes here write their stacks. SIGUSR2, which srun hands on
-while at SIGTERM it kills: end.
+number, and whatever it has started ends with it. It is told what to do in words, on its standard input: ``stacks``, the
+processes here write theirs; ``end``, or nothing more to come since whoever spoke is gone. Signals would not do: at SIGTERM
+srun kills, and any other it may hand to every process of the step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,6 +50,8 @@ PORTS = (
 )
 """``ray start``'s options for what a node listens on; Ray's workers take ports that the kernel gives them."""
 HEAD_ONLY = ("port", "ray-client-server-port")
+STACKS, END = "stacks", "end"
+"""What a node is told."""
 LAST_PORT = 32767
 """Above are the ports that the kernel gives away."""
 GRACE_S = 1.0
@@ -150,14 +154,13 @@ def main(
     scratch = Path(os.environ["TMPDIR"] if is_head else tempfile.mkdtemp(prefix="m"))
     own = layout.head if is_head else address_towards(layout.head)
     run, attempt = folder.run, folder.attempts[-1]
-    variables = environment(own_variables(folder, run, str(scratch)))
+    place = None if is_head else name
+    variables = environment(own_variables(folder, run, str(scratch), place))
     variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    if not is_head:  # process numbers of two nodes may be the same
-        variables["MOLT_STACKS"] = f"{attempt}/stacks/{name}"
     if run.get("image"):
         cluster = profile(folder.path.parent)
         line = start_command(layout, name, own, scratch, cluster.container.python)
-        line = inside(folder, run, attempt, str(scratch), cluster, line, name)
+        line = inside(folder, run, attempt, str(scratch), cluster, line, place)
     else:
         line = start_command(layout, name, own, scratch, sys.executable)
     parent = os.getpid()
@@ -173,6 +176,7 @@ def main(
             stdin=subprocess.DEVNULL,
             preexec_fn=in_child,
         )
+        threading.Thread(target=_listen, daemon=True).start()
         code = _until_told(child, Path(variables["MOLT_STACKS"]))
     finally:
         end_descendants(GRACE_S)
@@ -180,6 +184,16 @@ def main(
             end_leftovers(os.environ[MARK], GRACE_S)  # what a step of Slurm's own holds here
             shutil.rmtree(scratch, ignore_errors=True)
     raise typer.Exit(code)
+
+
+def _listen() -> None:
+    """Turn what is said on standard input into signals to this process, which waits for those."""
+    for line in sys.stdin:
+        if line.strip() == STACKS:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif line.strip() == END:
+            break
+    os.kill(os.getpid(), signal.SIGUSR2)
 
 
 def _until_told(child: subprocess.Popen, stacks: Path) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from harness.job import hang_bound
 from harness.outcome import Unfinished, product, summarise
-from harness.processes import own_environment
+from harness.processes import dump_stacks, own_environment
 from harness.run_folder import Busy, hold, is_held, read_json, write_json
 
 DAEMON = """
@@ -128,6 +128,28 @@ def test_no_progress_is_a_hang_and_its_stacks_are_in_the_log(make_run, job_comma
     work(job_command(folder))
     assert folder.end["state"] == "HANG"
     assert "in stuck" in (folder.attempts[-1] / "output.log").read_text()
+
+
+BECOMES = """
+import os
+from molt_core import _process
+_process.begin()
+os.execvp("sleep", ["sleep", "600"])
+"""
+
+
+def test_a_process_that_became_another_program_is_not_asked_for_stacks_which_would_end_it(tmp_path):
+    """A launcher in Python that turns into srun, whose step would go with it."""
+    own = {**own_environment(), "MOLT_STACKS": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", BECOMES], env=own) as other:
+        try:
+            until(lambda: psutil.Process(other.pid).name() == "sleep")
+            assert (tmp_path / f"{other.pid}.txt").exists()
+            assert dump_stacks(tmp_path, "no run's", patience_s=0) == []
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.wait(0.3)
+        finally:
+            other.kill()
 
 
 def test_a_beating_heart_is_no_hang(make_run, job_command):

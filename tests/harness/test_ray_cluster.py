@@ -32,7 +32,7 @@ def test_another_node_is_reached_by_one_task_beside_what_runs_there_with_all_it_
     line = launch_line(["n8"], GPU, Cluster(gpu_type="h100"), ["node", "arguments"])
     assert " ".join(line) == (
         "srun --overlap --nodelist=n8 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=96 --mem=0 --cpu-bind=none "
-        "--gpus-per-node=h100:8 --mpi=none --export=ALL --input=none --label --kill-on-bad-exit=1 node arguments"
+        "--gpus-per-node=h100:8 --mpi=none --export=ALL --label --kill-on-bad-exit=1 node arguments"
     )
 
 

@@ -18,6 +18,7 @@ from harness.processes import MARK
 from harness.run_folder import RunFolder, read_json, tail_records
 from harness.slurm import cancel_jobs
 from harness.spec import load
+from harness.why import account
 from molt_core.models.load import content_hash
 from slurm.local import cluster
 from tests.harness.conftest import TRAIN
@@ -104,18 +105,48 @@ def test_a_node_that_dies_is_named_the_run_goes_on_elsewhere_and_a_cancel_leaves
     wait_until(lambda: lost in cluster.idle_nodes())
 
 
-def test_the_nodes_of_ray_start_in_the_runs_container_with_all_devices(boxed):
-    """Under pyxis each is a step of its own, which is no descendant of what starts it."""
-    body = JOINED + "(run / 'devices').write_text(str(ray.cluster_resources()['GPU']))\n" + TRAIN
-    resources = ", nodes: 2, device: cuda, devices_per_node: 8"
+HANGS = """
+import threading
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+@ray.remote(num_cpus=1)
+class Rank:
+    def wait_for_ever(self):
+        threading.Event().wait()
+def deadlock():
+    threading.Event().wait()
+record(1, wall_s=0.1); beat("training", 1)
+for node in ray.nodes():
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    rank = Rank.options(scheduling_strategy=there).remote()
+    rank.wait_for_ever.remote()
+    ranks = [*globals().get("ranks", []), rank]
+deadlock()
+"""
+"""A trainer whose driver waits for ranks on every node, which wait for each other."""
+
+
+def test_a_hang_over_several_nodes_in_a_container_leaves_the_stacks_of_every_process_on_each(boxed):
+    """Under pyxis each node of Ray is a step of its own, which is no descendant of what starts it."""
+    body = JOINED + "(run / 'devices').write_text(str(ray.cluster_resources()['GPU']))\n" + HANGS
+    resources = ", nodes: 2, device: cuda, devices_per_node: 8, hang_after_s: 25"
     expansion, profile = boxed("pyxis", body, resources=resources, cpus=2)
     name = next(r.name for r in expansion.replicates if r.system == "ours")
     send(expansion, profile.model_copy(update={"ray": small().ray}), only=name)
     folder = RunFolder(expansion.folder / name)
-    assert settled(expansion, 120)[name] == "DONE"
-    assert len((folder.path / "nodes").read_text().split()) == 2
-    assert float((folder.path / "devices").read_text()) == 16
+    assert settled(expansion, 180)[name] == "HANG"
     assert processes_of(folder) == {}
+    nodes = (folder.path / "nodes").read_text().split()
+    assert len(nodes) == 2 and float((folder.path / "devices").read_text()) == 16
+    head = read_json(folder.attempts[0] / "start.json")["slurmd_nodename"]
+    (other,) = set(nodes) - {head}
+    told = account(folder)
+    assert told.status.why.startswith("no progress for") and "training at step 1" in told.status.why
+    here, there = [], []
+    for file in map(Path, told.stacks):
+        (there if file.parent.name == other else here).append(file.read_text())
+    assert [text for text in here if "in deadlock" in text]
+    for texts in (here, there):
+        assert [text for text in texts if "in wait_for_ever" in text]
 
 
 STEPS = 8
