@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,33 @@ def inside(
     node: str | None = None,
 ) -> list[str]:
     """``command`` in the run's image, on this node; ``node``: its name, where it is not the allocation's first."""
-    variables = {**cluster.exports, **own_variables(folder, run, scratch, node)}
+    own = own_variables(folder, run, scratch, node)
+    mounts = needed_mounts(folder.path.parents[2], run, scratch)
+    cpus = run["resources"]["cpus_per_node"]
+    return boxed(cluster, command, own, mounts, scratch, str(attempt), cpus, node)
+
+
+def boxed(
+    cluster: Cluster,
+    command: list[str],
+    own: Mapping[str, str],
+    mounts: Sequence[str],
+    scratch: str,
+    workdir: str,
+    cpus: int = 1,
+    node: str | None = None,
+) -> list[str]:
+    """``command`` in the profile's container with a run's variables ``own``: of a run, and of what looks whether it can be."""
     # Of a home that is mounted all the same no packages, and caches where they may be written.
-    variables |= {"PYTHONNOUSERSITE": "1", "HOME": scratch}
+    variables = {**cluster.exports, **own, "PYTHONNOUSERSITE": "1", "HOME": scratch}
     return launch(
         cluster.container,
         command,
-        mounts=needed_mounts(folder.path.parents[2], run, scratch),
-        workdir=str(attempt),
+        mounts=mounts,
+        workdir=workdir,
         variables=variables,
         passed=cluster.passed,
-        cpus=run["resources"]["cpus_per_node"],
+        cpus=cpus,
         node=node,
     )
 
@@ -80,26 +97,31 @@ def code_path(folder: RunFolder, run: dict[str, Any]) -> Path:
 def own_variables(
     folder: RunFolder, run: dict[str, Any], scratch: str, node: str | None = None
 ) -> dict[str, str]:
-    """What a run's processes find set: the snapshot first on the import path, the run's mark, its places.
+    """What a run's processes find set: what they import, the run's mark, where their stacks go.
 
     ``node``: where they are, if not on the allocation's first: process ids of two nodes may be the same, and a stack's file
     is named by one.
     """
-    code = code_path(folder, run)
-    stacks = folder.attempts[-1] / "stacks" / (node or "")
-    modules = import_path(run) if run.get("image") else run.get("import_path", [])
     return {
         MARK: run["identity"],
+        **program_variables(code_path(folder, run), run, scratch),
+        "MOLT_STACKS": str(folder.attempts[-1] / "stacks" / (node or "")),
+    }
+
+
+def program_variables(code: Path, run: Mapping[str, Any], scratch: str) -> dict[str, str]:
+    """The snapshot ``code`` first on the import path, then the run's own modules; ``run``: run.json."""
+    modules = import_path(run) if run.get("image") else run.get("import_path", [])
+    return {
         "PYTHONPATH": os.pathsep.join([str(code), str(code / "molt_core" / "_site"), *modules]),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "TMPDIR": scratch,
         "MOLT_CODE": str(code),
-        "MOLT_STACKS": str(stacks),
     }
 
 
-def environment(variables: dict[str, str]) -> dict[str, str]:
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The job's own environment with ``variables`` over it, and its import path after theirs."""
     own = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     path = [variables["PYTHONPATH"], *filter(None, [os.environ.get("PYTHONPATH")])]

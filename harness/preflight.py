@@ -61,13 +61,19 @@ def packages(expansion: Expansion) -> set[str]:
     return {"torch", "ray", "vllm", *megatron}
 
 
+def disk_needed_gb(expansion: Expansion) -> float:
+    """What must be free: logs and records, and all checkpoints that the runs may keep, where the protocol bounds them."""
+    kept = (run.config.checkpoint.max_disk_gb or 0.0 for run in expansion.trained)
+    return FREE_DISK_GB + sum(kept)
+
+
 def _disk(expansion: Expansion) -> Iterator[str]:
-    place = expansion.folder
+    place, needed = expansion.folder, disk_needed_gb(expansion)
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free / 1e9
-    if free < FREE_DISK_GB:
-        yield f"{place.resolve()} has {free:.1f} GB free and a run needs {FREE_DISK_GB}; make room, or use --runs"
+    if free < needed:
+        yield f"{place.resolve()} has {free:.1f} GB free and the runs need {needed:.1f}; make room, or use --runs"
     if not os.access(place, os.W_OK):
         yield f"{place.resolve()} cannot be written; use --runs with a folder of yours"
 

@@ -159,7 +159,8 @@ def small_script(
     if resources.device == "cuda":
         asked |= devices_asked(cluster, resources.model_copy(update={"devices_per_node": 1}))
     asked = {key: value for key, value in asked.items() if key not in cluster.sbatch}
-    given = sorted({**asked, **cluster.directives}.items())
+    theirs = {key: value for key, value in cluster.directives.items() if key != "requeue"}
+    given = sorted({**asked, **theirs}.items())
     lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in given]
     return "\n".join(["#!/bin/bash", *lines, *setup_lines(cluster, code, 1), command, ""])
 

@@ -204,7 +204,8 @@ def look_at_a_node(
         raise typer.Exit(EXIT_REFUSED)
     if sight.unchecked:
         said = (
-            f"Not checked: paths, image and packages as compute nodes see them; {sight.unchecked}."
+            f"Not checked: paths, disk, image and packages as compute nodes see them; {sight.unchecked}. The runs are "
+            "queued all the same; to look first, cancel them and submit again."
         )
         console.print(said, style="yellow", highlight=False)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from harness import nodes
 from harness.nodes import Sight, look
-from tests.slurm.conftest import LOCAL, run
+from tests.slurm.conftest import LOCAL, run, wait_until
 
 
 @pytest.fixture
@@ -21,10 +22,13 @@ def only_here(tmp_path):
     subprocess.run(["umount", place], check=True)
 
 
-def queue(name: str) -> list[str]:
-    """States of the jobs of that name, the newest last."""
-    form = ["--noheader", "--states=all", "--sort=i", "--format=%T"]
-    return run("squeue", f"--name={name}", *form).splitlines()
+def looks() -> list[tuple[str, str]]:
+    """(id, state) of the jobs that look at a node, the newest last."""
+    lines = run(
+        "squeue", "--noheader", "--states=all", "--sort=i", "--format=%i %T %j"
+    ).splitlines()
+    found = [line.split() for line in lines]
+    return [(job, state) for job, state, name in found if name.startswith("small-check-")]
 
 
 def test_what_no_node_sees_and_what_does_not_import_is_said(light, only_here, monkeypatch):
@@ -59,7 +63,7 @@ def test_no_node_in_time_is_no_refusal_and_leaves_nothing_in_the_queue(light):
         assert look(expansion, expansion.runs, busy, 2) == Sight(
             unchecked="no node answered within 2 s"
         )
-        assert queue("small-check")[-1] == "CANCELLED"
+        assert looks()[-1][1] == "CANCELLED"
     finally:
         run("scancel", job)
 
@@ -70,3 +74,20 @@ def test_a_container_is_looked_into(boxed, monkeypatch, runtime):
     expansion, profile = boxed(runtime, "")
     (said,) = look(expansion, expansion.runs, profile).problems
     assert said.startswith("in the container: `import nothing_of_that_name` fails on node")
+
+
+def test_a_look_that_somebody_cancels_refuses_nothing(light, monkeypatch):
+    monkeypatch.setattr(nodes, "packages", lambda expansion: {"time; time.sleep(60)"})
+    expansion = light()
+    before = looks()
+    with ThreadPoolExecutor(1) as beside:
+        seen = beside.submit(look, expansion, expansion.runs, LOCAL)
+        (found,) = wait_until(
+            lambda: [
+                job for job, state in looks() if (job, state) not in before and state == "RUNNING"
+            ]
+        )
+        run("scancel", found)
+        sight = seen.result(60)
+    assert sight.problems == ()
+    assert sight.unchecked.startswith("the job that looks ended CANCELLED on node")
