@@ -86,10 +86,18 @@ JUDGED = Cause(
 )
 
 _OOM = re.compile(r"out of memory|OutOfMemory|\bMemoryError|Cannot allocate memory", re.IGNORECASE)
-_INFRASTRUCTURE = re.compile(
+_HARDWARE = re.compile(
     r"uncorrectable.{0,20}ECC|CUDA-capable device\(?s?\)? (is|are).{0,4}busy|no CUDA-capable device|fallen off the bus"
-    r"|No space left on device|Disk quota exceeded|Stale file handle|Input/output error|Transport endpoint"
-    r"|ncclRemoteError|ncclSystemError|NCCL.{0,40}(remote process exited|system error)|NVLink.{0,20}error",
+    r"|NVLink.{0,20}error",
+    re.IGNORECASE,
+)
+_INFRASTRUCTURE = re.compile(
+    r"No space left on device|Disk quota exceeded|Stale file handle|Input/output error|Transport endpoint"
+    r"|ncclRemoteError|ncclSystemError|NCCL.{0,40}(remote process exited|system error)",
+    re.IGNORECASE,
+)
+_PORT = re.compile(
+    r"address already in use|\bEADDRINUSE\b|\bports? .{0,40}(in use|occupied|taken)|(fail\w*|unable|cannot) to bind",
     re.IGNORECASE,
 )
 
@@ -103,7 +111,18 @@ def told_by(words: str) -> str | None:
     """OOM or INFRA where the words of an error say so, else None."""
     if _OOM.search(words):
         return "OOM"
-    return "INFRA" if _INFRASTRUCTURE.search(words) else None
+    known = is_hardware(words) or is_port(words) or _INFRASTRUCTURE.search(words)
+    return "INFRA" if known else None
+
+
+def is_hardware(words: str) -> bool:
+    """True where they name a broken device, which no program of ours can have caused."""
+    return bool(_HARDWARE.search(words))
+
+
+def is_port(words: str) -> bool:
+    """True where a port was taken already: by chance, and never a fault of the node's."""
+    return bool(_PORT.search(words))
 
 
 def from_slurm(state: str, nodes: str, reason: str) -> tuple[str, str]:

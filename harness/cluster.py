@@ -115,6 +115,9 @@ class Cluster(Strict):
     bad_node_after: int = Field(
         2, gt=0, description="failures after which an experiment avoids a node"
     )
+    bad_nodes_share: float = Field(
+        0.25, gt=0, le=0.5, description="of the partition's nodes, how many it avoids at most"
+    )
 
     @field_validator("sbatch")
     @classmethod

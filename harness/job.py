@@ -25,8 +25,8 @@ from typing import Annotated, Any
 
 import typer
 
-from analysis.plan import Plan
 from harness import container, fingerprints, inputs, notify, requeue
+from harness.avoid import avoided
 from harness.causes import kills_for_memory
 from harness.cluster import Cluster
 from harness.command import (
@@ -36,6 +36,7 @@ from harness.command import (
     environment,
     own_variables,
 )
+from harness.needs import inherited, plan_digest, unmet_need
 from harness.outcome import judge_exit, last_lines
 from harness.processes import (
     become_subreaper,
@@ -46,6 +47,7 @@ from harness.processes import (
     signalled_when_parent_dies,
 )
 from harness.run_folder import Busy, RunFolder, hold, read_json, tail_records, write_json
+from harness.scheduler import SlurmError
 
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 SAVE_AND_STOP = signal.SIGUSR2
@@ -125,7 +127,7 @@ def _end(folder: RunFolder, attempt: Path, ending: Ending, started: float) -> di
         "ended": ended,
         "duration_s": ended - started,
         "requeued": ending.goes_back,
-        **({"lost_nodes": lost} if lost else {}),
+        **({} if lost is None else {"lost_nodes": lost}),  # []: no node is to blame
         "last_lines": last_lines(attempt / "output.log"),
     }
 
@@ -138,8 +140,26 @@ def _decide(
     back, words = requeue.may_go_back(ends, cluster.attempts)
     if not words:
         return ending
-    verb = "back into the queue" if back else "not put back into the queue"
+    verb = requeue.BACK if back else requeue.STAYED
     return replace(ending, reason=f"{ending.reason}; {verb}: {words}", goes_back=back)
+
+
+def _go_back(folder: RunFolder, job_id: str, ending: Ending) -> Ending:
+    """Put the run back into the queue, away from nodes that failed; what became of that."""
+    attempt, cluster = folder.attempts[-1], requeue.profile(folder.path.parent)
+    try:
+        requeue.go_back(job_id)
+    except SlurmError as error:
+        requeue.lost_its_place(folder, attempt, str(error))
+        reason = f"{requeue.without_place(ending.reason)}; {requeue.STAYED}: {error}"
+        return replace(ending, reason=reason, goes_back=False)
+    if requeue.COUNTED[ending.state] == "failed":
+        bad = sorted(avoided(folder.path.parent, cluster).nodes)
+        try:
+            requeue.keep_away(job_id, cluster.avoiding(bad))
+        except SlurmError as error:  # it has its place, and may meet the node again
+            typer.echo(f"{folder.name}: nodes to avoid ({', '.join(bad)}): {error}", err=True)
+    return ending
 
 
 def _too_often(folder: RunFolder, job_id: str | None, cluster: Cluster) -> Ending | None:
@@ -321,43 +341,6 @@ def hang_bound(folder: RunFolder, attempt: Path, phase: str, ceiling_s: float) -
     return min(ceiling_s, max(HANG_FLOOR_S, 20 * statistics.median(took), 3 * max(took)))
 
 
-def unmet_need(folder: RunFolder) -> str:
-    """Why this run cannot start, "" where it can: what it needs ended otherwise, or its arms do not conform."""
-    for need in folder.needs:
-        done = need.done
-        if done is None:
-            ended = need.end
-            return (
-                f"needs {need.name}, which {'ended ' + ended['reason'] if ended else 'is not done'}"
-            )
-        if done.get("conformance", {}).get("passed") is False:
-            detail = done["conformance"].get("detail", "see its conformance.json")
-            return f"{need.name} found that the arms do not make the same update: {detail}"
-    return ""
-
-
-def inherited(folder: RunFolder) -> dict[str, Any]:
-    """What the runs it needs have found: the initial checkpoint's content hash, the conformance of its pair."""
-    facts: dict[str, Any] = {}
-    figures = {}
-    for need in folder.needs:
-        done = need.done or {}
-        if "content_hash" in done:
-            facts["warmup_content_hash"] = done["content_hash"]
-        if "conformance" in done:
-            figures[need.name] = done["conformance"]
-    if figures:
-        passed = all(figure["passed"] for figure in figures.values())
-        facts["conformance"] = {"passed": passed, "pairs": figures}
-    return facts
-
-
-def plan_digest(folder: RunFolder) -> str | None:
-    """That of the plan which stands now, None where there is none: the report knows by it that the plan is the same."""
-    path = folder.path.parent / "plan.json"
-    return Plan.load(path).digest if path.exists() else None
-
-
 def main(
     run_dir: Annotated[Path, typer.Argument(help="the run's folder, with its run.json")],
 ) -> None:
@@ -372,15 +355,15 @@ def main(
                 typer.echo(f"{run_dir.name}: {error}", err=True)
                 raise typer.Exit(EX_TEMPFAIL) from error
             time.sleep(1.0)
-    typer.echo(f"{run_dir.name}: {ending.state}{f': {ending.reason}' if ending.reason else ''}")
-    notify.after(RunFolder(run_dir.resolve()), goes_back=ending.goes_back)
+    folder = RunFolder(run_dir.resolve())
     if ending.goes_back:
-        cluster = requeue.profile(run_dir.parent)
-        bad = requeue.bad_nodes(run_dir.parent, cluster.bad_node_after)
-        requeue.go_back(job_id, cluster.avoiding(bad) if bad else "")
-        signal.sigtimedwait([signal.SIGTERM], 60)  # Slurm ends this process
+        ending = _go_back(folder, job_id, ending)
     elif job_id is not None and ending.state == "PREEMPTED":
         requeue.stay_out(job_id)
+    typer.echo(f"{run_dir.name}: {ending.state}{f': {ending.reason}' if ending.reason else ''}")
+    notify.after(folder, goes_back=ending.goes_back)
+    if ending.goes_back:
+        signal.sigtimedwait([signal.SIGTERM], 60)  # Slurm ends this process
     raise typer.Exit(0 if ending.state == "DONE" else 1)
 
 

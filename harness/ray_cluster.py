@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
+from harness.causes import is_port
 from harness.cluster import Cluster
 from harness.command import command_line, environment, own_variables
 from harness.container import command_pid, own_code
@@ -141,9 +142,7 @@ class RayCluster:
             for name in sorted(before - missing):  # a sign of life in the log too
                 print(f"Ray: {name} is there, {time.monotonic() - began:.1f} s", flush=True)
             if missing and time.monotonic() - began > within_s:
-                raise Lost(
-                    "NODE_FAIL", self._absent(missing, f"within {within_s:.0f} s"), sorted(missing)
-                )
+                raise self._lost(self._absent(missing, f"within {within_s:.0f} s"), sorted(missing))
         return time.monotonic() - began
 
     def known(self) -> Mapping[str, bool]:
@@ -199,7 +198,14 @@ class RayCluster:
             late = [name for name in missing if name in others]
             nodes = named[:1] or late or self._dead(LOST_WITHIN_S)
             who = f"Ray ended on {', '.join(nodes or others)}"
-            raise Lost("NODE_FAIL", f"{who}, srun with code {code}: {self._words()}", nodes)
+            raise self._lost(f"{who}, srun with code {code}: {self._words()}", nodes)
+
+    def _lost(self, words: str, nodes: Sequence[str]) -> Lost:
+        """NODE_FAIL of ``nodes``; where the log says that a port was taken, INFRA and nobody's fault."""
+        taken = [line for line in last_lines(self.log) if is_port(line)]
+        if taken:
+            return Lost("INFRA", f"{words}; {taken[-1].strip()}")
+        return Lost("NODE_FAIL", words, nodes)
 
     def write_stacks(self, folder: Path, patience_s: float = 4.0) -> None:
         """Have the processes on the other nodes write their stacks, and wait until each node has begun to.
@@ -254,7 +260,8 @@ def work(folder: RunFolder, run: Mapping[str, Any], attempt: Path) -> int:
     cluster = profile(folder.path.parent)
     try:
         nodes = allocated_nodes()
-        layout = Layout.of(nodes, resources, cluster.ray, int(os.environ["SLURM_JOB_ID"]))
+        job_id, again = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")
+        layout = Layout.of(nodes, resources, cluster.ray, int(job_id), int(again))
         layout = layout.at(address_towards(nodes[1]))
     except (OSError, SlurmError) as error:  # a name that is not found, a scheduler that is silent
         raise Lost("INFRA", f"the allocation's nodes cannot be told or reached: {error}") from error

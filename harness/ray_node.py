@@ -8,6 +8,7 @@ srun kills, and any other it may hand to every process of the step.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -54,6 +55,8 @@ STACKS, END = "stacks", "end"
 """What a node is told."""
 LAST_PORT = 32767
 """Above are the ports that the kernel gives away."""
+FAR = 797
+"""Blocks between those of a job's starts: more than the jobs that are likely to work on a node at a time."""
 GRACE_S = 1.0
 
 
@@ -70,11 +73,20 @@ class Layout:
 
     @classmethod
     def of(
-        cls, nodes: Sequence[str], resources: Resources, settings: RaySettings, job_id: int
+        cls,
+        nodes: Sequence[str],
+        resources: Resources,
+        settings: RaySettings,
+        job_id: int,
+        restarts: int = 0,
     ) -> Layout:
-        """Jobs of successive numbers have blocks of ports beside each other, and so have the nodes of a job."""
+        """Jobs of successive numbers have blocks of ports beside each other, and so have the nodes of a job.
+
+        A job that is started again has others than before, one of which may have been taken.
+        """
         blocks = (LAST_PORT + 1 - settings.port_base) // len(PORTS)
-        numbers = [(job_id * len(nodes) + place) % blocks for place in range(len(nodes))]
+        first = (job_id + FAR * restarts) * len(nodes)
+        numbers = [(first + place) % blocks for place in range(len(nodes))]
         ports = tuple(settings.port_base + number * len(PORTS) for number in numbers)
         gb = settings.object_store_gb
         gpus = resources.devices_per_node if resources.device == "cuda" else 0
@@ -93,6 +105,12 @@ class Layout:
     def address(self) -> str:
         return f"{self.head}:{self.port}"
 
+    def ports(self, name: str) -> dict[str, int]:
+        """``ray start``'s option -> what the node ``name`` listens on."""
+        place = self.nodes.index(name)
+        numbers = {option: self.first_port[place] + n for n, option in enumerate(PORTS)}
+        return {o: port for o, port in numbers.items() if place == 0 or o not in HEAD_ONLY}
+
     def dump(self) -> str:
         return json.dumps(asdict(self))
 
@@ -107,11 +125,8 @@ def start_command(
 ) -> list[str]:
     """``ray start`` for the node ``name``. Pure."""
     place = layout.nodes.index(name)
-    ports = {option: layout.first_port[place] + n for n, option in enumerate(PORTS)}
-    if place > 0:
-        ports = {option: port for option, port in ports.items() if option not in HEAD_ONLY}
     options = {
-        **ports,
+        **layout.ports(name),
         "node-name": name,
         "node-ip-address": own_address,
         "num-cpus": layout.cpus,
@@ -138,6 +153,21 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
+def taken(ports: Iterable[int]) -> list[int]:
+    """Those of ``ports`` on which something listens here. Ray does not say so: it waits, and gives up without the reason."""
+    found = []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that rests is free
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                found.append(port)
+    return found
+
+
 def main(
     run_dir: Annotated[Path, typer.Argument(help="the run's folder")],
     layout_json: Annotated[str, typer.Argument(help="what harness.ray_cluster tells every node")],
@@ -148,6 +178,10 @@ def main(
     layout, folder = Layout.load(layout_json), RunFolder(run_dir)
     name = os.environ["SLURMD_NODENAME"]
     is_head = name == layout.nodes[0]
+    if not_free := taken(layout.ports(name).values()):
+        numbers = ", ".join(map(str, not_free))
+        print(f"{name}: ports in use already: {numbers}; see ray.port_base of the profile")
+        raise typer.Exit(1)
     if not is_head:  # on the head's node the job has looked already
         end_leftovers(os.environ[MARK])
     # The head's files lie in the job's own folder, the others' in one of this node: socket paths below it must be short.

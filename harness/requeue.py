@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,8 +23,16 @@ from typing import Any
 
 from harness.causes import from_slurm
 from harness.cluster import Attempts, Cluster
-from harness.run_folder import RunFolder, read_json, run_folders, tail_records, write_json
-from harness.scheduler import SlurmError, ask_slurm, describe
+from harness.run_folder import (
+    Busy,
+    RunFolder,
+    hold,
+    read_json,
+    run_folders,
+    tail_records,
+    write_json,
+)
+from harness.scheduler import SlurmError, ask_slurm, describe, is_busy
 
 COUNTED = {
     "PREEMPTED": "preempted",
@@ -31,6 +41,10 @@ COUNTED = {
     "INFRA": "failed",
 }
 """How an attempt ended -> the counter that it counts in. What is not here does not go back by itself."""
+BACK, STAYED = "back into the queue", "not put back into the queue"
+"""What a reason says of the run's place, after a semicolon."""
+TRIES, PAUSE_S = 5, 2.0
+"""How often a requeue that is not answered is sent, and the first pause, which doubles."""
 MARGIN_S = 10.0
 """Kept back of the time that Slurm leaves, for ending the processes and asking to be requeued."""
 
@@ -97,6 +111,11 @@ def may_go_back(ends: Sequence[dict[str, Any]], limits: Attempts) -> tuple[bool,
     return count <= allowed, words
 
 
+def without_place(reason: str) -> str:
+    """Why an attempt ended, without what became of its place in the queue."""
+    return re.split(f"; (?:{BACK}|{STAYED}): ", reason)[0]
+
+
 def ends_of_job(folder: RunFolder, job_id: str) -> list[dict[str, Any]]:
     """How the attempts that this job has made ended, in order."""
     found = []
@@ -160,18 +179,6 @@ def _afterwards(job_id: str | None, again: bool) -> tuple[str, str]:
     return "KILLED", "its job was killed without a word"
 
 
-def bad_nodes(scale_folder: Path, after: int) -> list[str]:
-    """Nodes under which attempts of this experiment have failed ``after`` times or more."""
-    failures: Counter[str] = Counter()
-    for folder in run_folders(scale_folder):
-        for attempt in folder.attempts:
-            end = read_json(attempt / "end.json") or {}
-            if COUNTED.get(end.get("state", "")) == "failed":
-                start = read_json(attempt / "start.json") or {}
-                failures.update(end.get("lost_nodes") or [start.get("slurmd_nodename", "")])
-    return sorted(node for node, count in failures.items() if node and count >= after)
-
-
 def lead_s(scale_folder: Path, least_s: int) -> int:
     """Seconds before the time limit at which a run must be told to save: two of the longest steps measured here, and a margin.
 
@@ -194,12 +201,51 @@ def stay_out(job_id: str) -> None:
     ask_slurm("scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
 
-def go_back(job_id: str, avoid: str) -> None:
-    """Requeue this very job, away from the nodes ``avoid``, if any. Slurm ends this process after it. Raises SlurmError.
+def go_back(job_id: str) -> None:
+    """Requeue this very job; Slurm ends this process after it. Raises SlurmError where it was refused or never answered.
 
-    The nodes can be named only once the job is pending again, which it is from the requeue on, while this process still
-    has KillWait seconds.
+    A request that was not answered may have arrived: before it is sent again, Slurm is asked whether the job still runs.
     """
-    ask_slurm("scontrol", "requeue", job_id)
-    if avoid:
-        ask_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={avoid}")
+    pause = PAUSE_S
+    for remaining in reversed(range(TRIES)):
+        try:
+            ask_slurm("scontrol", "requeue", job_id)
+            return
+        except SlurmError as error:
+            if _has_left(job_id):
+                return
+            if not is_busy(error):
+                raise
+            if not remaining:
+                raise SlurmError(f"{error}, {TRIES} times") from error
+        if signal.sigtimedwait([signal.SIGTERM], pause) is not None:
+            return  # Slurm ends the job: so the request has arrived
+        pause *= 2
+
+
+def _has_left(job_id: str) -> bool:
+    """True where slurmctld says that the job runs no more, or again; False where it says nothing."""
+    try:
+        facts = describe(job_id)
+    except SlurmError:
+        return False
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return facts.get("JobState") != "RUNNING" or int(facts.get("Restarts", "0")) > restarts
+
+
+def keep_away(job_id: str, nodes: str) -> None:
+    """Have this job start on none of ``nodes`` the next time ("": on any). Raises SlurmError.
+
+    Possible once the job is pending again, which it is from the requeue on, while this process still has KillWait seconds.
+    """
+    ask_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")
+
+
+def lost_its_place(folder: RunFolder, attempt: Path, why: str) -> None:
+    """Correct the end of ``attempt``, which says that the run went back: it did not, and ``harness.retry`` goes on."""
+    with suppress(Busy), hold(folder.lock, job=own_job()):  # Busy: it did after all, and works
+        end = read_json(attempt / "end.json")
+        if folder.attempts[-1] != attempt or end is None:
+            return
+        reason = f"{without_place(end['reason'])}; {STAYED}: {why}"
+        write_json(attempt / "end.json", {**end, "requeued": False, "reason": reason})

@@ -22,11 +22,18 @@ ANSWER_S = 60.0
 """A command of Slurm that takes longer has not answered."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
 WORKING = ("RUNNING", "CONFIGURING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
+BUSY = ("timed out", "unable to contact", "temporarily unavailable", "communication")
+"""Words of a controller that has too much to do: what was sent may have arrived, or may arrive the next time."""
 _asked: dict[Any, tuple[float, Any]] = {}
 
 
 class SlurmError(RuntimeError):
     """A command of Slurm failed; the message is Slurm's."""
+
+
+def is_busy(error: SlurmError) -> bool:
+    """True where asking again may help."""
+    return any(word in str(error).lower() for word in BUSY)
 
 
 @dataclass(frozen=True)

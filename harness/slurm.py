@@ -15,11 +15,12 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from harness.avoid import avoided
 from harness.cluster import Cluster
 from harness.expand import Run
 from harness.identity import TOOLS, take_snapshot
 from harness.processes import own_environment
-from harness.requeue import bad_nodes, lead_s
+from harness.requeue import lead_s
 from harness.run_folder import RunFolder, read_json, write_json
 from harness.sbatch import Array, Task, arrays, job_name, script
 from harness.scheduler import (
@@ -28,6 +29,7 @@ from harness.scheduler import (
     ask_slurm,
     configuration,
     forget,
+    is_busy,
     look_up,
     outside_an_allocation,
     queued,
@@ -35,8 +37,6 @@ from harness.scheduler import (
 
 TRIES, PAUSE_S = 3, 5.0
 """How often an sbatch that timed out is tried, and the first pause, which doubles."""
-BUSY = ("timed out", "unable to contact", "temporarily unavailable", "communication")
-"""Words of a controller that has too much to do: what was sent may have arrived, or may arrive the next time."""
 
 
 def planned_arrays(runs: Iterable[Run | Task], cluster: Cluster) -> list[Array]:
@@ -51,9 +51,10 @@ def scripts(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) -> list[
     cluster = _with_lead(folder, cluster)
     code = take_snapshot(folder.parents[1] / ".code", write=False, code=TOOLS).path
     ids, found = job_ids(folder), []
+    avoid = sorted(avoided(folder, cluster, write=False).nodes)
     for array in planned_arrays(runs, cluster):
         name = job_name(array, folder, ids)
-        found.append((name, _script(array, cluster, name, ids, folder, code)))
+        found.append((name, _script(array, cluster, name, ids, folder, code, avoid)))
         ids |= {run.name: f"<{run.name}>" for run in array.runs}
     return found
 
@@ -72,9 +73,10 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
     # A job waits for hours: it works with what was submitted, not with what has been edited since.
     code = take_snapshot(folder.parents[1] / ".code", code=TOOLS).path
     with outside_an_allocation():
+        avoid = sorted(avoided(folder, cluster).nodes)
         for array in planned_arrays(runs, cluster):
             name = job_name(array, folder, ids)
-            text = _script(array, cluster, name, ids, folder, code)
+            text = _script(array, cluster, name, ids, folder, code, avoid)
             job_id = send(text, name, [folder / run.name for run in array.runs], folder / "slurm")
             ids |= {run.name: f"{job_id}_{task}" for task, run in enumerate(array.runs)}
             write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
@@ -87,11 +89,16 @@ def _with_lead(folder: Path, cluster: Cluster) -> Cluster:
 
 
 def _script(
-    array: Array, cluster: Cluster, name: str, ids: dict[str, str], folder: Path, code: Path
+    array: Array,
+    cluster: Cluster,
+    name: str,
+    ids: dict[str, str],
+    folder: Path,
+    code: Path,
+    avoid: Sequence[str],
 ) -> str:
     pending = [need for need in array.needs if RunFolder(folder / need).done is None]
     after = {need: ids[need] for need in pending}
-    avoid = bad_nodes(folder, cluster.bad_node_after)
     return script(array, cluster, name, after, code, folder / "slurm", avoid)
 
 
@@ -128,7 +135,7 @@ def _sbatch(text: str, name: str) -> str:
         try:
             return ask_slurm("sbatch", "--parsable", input=text).strip().partition(";")[0]
         except SlurmError as error:
-            if not any(word in str(error).lower() for word in BUSY):
+            if not is_busy(error):
                 raise
             last = error
         time.sleep(pause)

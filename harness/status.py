@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.avoid import last_decision
 from harness.cores import taken_by_others
 from harness.requeue import job_of
 from harness.run_folder import (
@@ -296,7 +297,7 @@ def main(
     for folder, (name, statuses) in zip(folders, found.items()):
         done = sum(status.state == "DONE" for status in statuses)
         console.print(table(statuses, f"{name}: {done} of {len(statuses)} runs done"))
-        for reason in reasons(statuses, folder):
+        for reason in [*reasons(statuses, folder), *last_decision(folder).lines()]:
             console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
 

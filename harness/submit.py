@@ -19,6 +19,7 @@ from rich.console import Console
 
 from analysis.plan import Plan, PlanError, freeze
 from harness import fingerprints, lock, nodes, preflight, show
+from harness.avoid import last_decision
 from harness.canary import with_canaries
 from harness.causes import cause
 from harness.cluster import Cluster, choose_cluster
@@ -279,6 +280,8 @@ def run_on_slurm(
         sent.setdefault(ids[name].partition("_")[0], []).append(name)
     for job_id, array in sent.items():
         console.print(f"  job {job_id}: {show.some(array)}", highlight=False)
+    for line in last_decision(folder).lines():
+        console.print(f"  {line}", markup=False, highlight=False)
     if queued:
         console.print(f"{len(queued)} runs are with Slurm already.")
     if not wait:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.avoid import last_decision
 from harness.causes import cause
 from harness.outcome import last_lines
 from harness.run_folder import RunFolder, read_json, run_folders, scale_folders
@@ -43,6 +44,8 @@ class Account:
     error: list[str]
     words: dict[str, list[str]]
     stacks: list[str]
+    avoids: list[str]
+    """Nodes that the experiment avoids, or for a reason does not though runs failed there."""
 
     @property
     def advice(self) -> str:
@@ -76,7 +79,8 @@ def account(folder: RunFolder) -> Account:
     stacks = sorted((folder.attempts[-1] / "stacks").rglob("*.txt")) if attempts else []
     written = [str(file) for file in stacks if file.stat().st_size > 0]
     error = [] if status.state == "DONE" else error_lines(log)
-    return Account(status, str(folder.path), attempts, error, by_speaker(log), written)
+    avoids = last_decision(folder.path.parent).lines()
+    return Account(status, str(folder.path), attempts, error, by_speaker(log), written, avoids)
 
 
 def _attempt(path: Path) -> dict[str, Any]:
@@ -155,8 +159,8 @@ def show(console: Console, told: Account) -> None:
         console.print(shown)
     sections = {"error": told.error} if told.error else {}
     sections |= {f"last words of {part}": lines for part, lines in told.words.items()}
-    if told.stacks:
-        sections["stacks"] = told.stacks
+    sections |= {"stacks": told.stacks} if told.stacks else {}
+    sections |= {"nodes of this experiment": told.avoids} if told.avoids else {}
     for title, lines in sections.items():
         console.print(Text(title, style="bold"))
         for line in lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +97,14 @@ def one_megatron_rank(one_rank):
     parallel_state.destroy_model_parallel()
 
 
+def put_on_path(folder: Path, monkeypatch, **scripts: str) -> None:
+    """Commands that are found before the machine's own: name -> text."""
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
 SBATCH = """#!/bin/sh
 [ -e "$LAB/refuses" ] && { echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1; }
 case "$*" in *--test-only*) exit 0 ;; esac
@@ -132,10 +141,7 @@ def lab(tmp_path, monkeypatch):
         "scontrol": SCONTROL,
     }
     (folder / "queued").touch()
-    for name, text in scripts.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    put_on_path(folder, monkeypatch, **scripts)
     monkeypatch.setenv("LAB", str(folder))
     monkeypatch.setattr(scheduler, "_asked", {})
     monkeypatch.setattr(slurm, "PAUSE_S", 0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 
 import pytest
@@ -10,8 +11,8 @@ from harness import ray_cluster
 from harness.cluster import Cluster, Container, RaySettings
 from harness.container import launch
 from harness.outcome import EXIT_JUDGED, judge_exit
-from harness.ray_cluster import Lost, allocated_nodes, launch_line, work
-from harness.ray_node import Layout, start_command
+from harness.ray_cluster import Lost, RayCluster, allocated_nodes, launch_line, work
+from harness.ray_node import Layout, start_command, taken
 from harness.run_folder import RunFolder, write_json
 from harness.spec import Resources
 
@@ -62,6 +63,34 @@ def test_no_two_nodes_of_a_job_and_no_two_neighbouring_jobs_share_a_port():
             assert len(ports) == (8 if name == "a" else 6) and not ports & seen
             assert 21000 <= min(ports) and max(ports) < 32768  # above: the kernel gives them away
             seen |= ports
+
+
+def test_a_job_that_is_started_again_has_other_ports():
+    first, again = (Layout.of(NODES, GPU, RaySettings(), 41, restarts) for restarts in (0, 1))
+    ports = [{*at.ports("n7").values(), *at.ports("n8").values()} for at in (first, again)]
+    assert not ports[0] & ports[1]
+
+
+def test_a_port_on_which_something_listens_is_found():
+    with socket.socket() as listener, socket.socket() as free:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        free.bind(("127.0.0.1", 0))  # bound and not listening: closed below, so free
+        numbers = [listener.getsockname()[1], free.getsockname()[1]]
+        free.close()
+        assert taken(numbers) == numbers[:1]
+
+
+def test_a_port_that_was_taken_is_nobodys_fault(tmp_path):
+    log = tmp_path / "ray.log"
+    ray = RayCluster(layout(), GPU, Cluster(), tmp_path, log)
+    log.write_text(
+        "1: n8: ports in use already: 20008; see ray.port_base of the profile\nsrun: x\n"
+    )
+    lost = ray._lost("Ray ended on n8", ["n8"])
+    assert (lost.reason, lost.nodes) == ("INFRA", []) and "20008" in str(lost)
+    log.write_text("srun: error: n8: task 0: Exited with exit code 1\n")
+    assert (ray._lost("Ray ended on n8", ["n8"]).reason) == "NODE_FAIL"
 
 
 def test_what_a_node_is_told_survives_the_way():

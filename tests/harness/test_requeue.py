@@ -1,12 +1,17 @@
-"""Whether a run goes back into the queue, counted by reason, and which nodes it avoids."""
+"""Whether a run goes back into the queue, counted by reason, and what becomes of it where Slurm does not answer."""
 
 from __future__ import annotations
 
 import pytest
 
+from harness import requeue
 from harness.cluster import Attempts
-from harness.requeue import bad_nodes, ends_of_job, may_go_back, own_job
-from harness.run_folder import write_json
+from harness.requeue import ends_of_job, go_back, lost_its_place, may_go_back, own_job
+from harness.retry import choose
+from harness.run_folder import hold, write_json
+from harness.scheduler import SlurmError
+from harness.status import read_status
+from tests.harness.conftest import put_on_path
 
 LIMITS = Attempts(preempted=2, timed_out=2, failed=1)
 
@@ -53,26 +58,81 @@ def test_attempts_of_an_earlier_job_do_not_count(make_run):
     assert len(ends_of_job(folder, "6_3")) == 2
 
 
-def test_a_node_is_bad_when_runs_failed_on_it_and_not_when_they_were_preempted(make_run):
-    for name, node, state in (
-        ("molt-s0-1", "node1", "INFRA"),
-        ("molt-s1-2", "node1", "NODE_FAIL"),
-        ("molt-s2-3", "node2", "INFRA"),
-        ("molt-s3-4", "node3", "PREEMPTED"),
-        ("molt-s4-5", "node3", "PREEMPTED"),
-        ("molt-s5-6", "node4", "FAILED"),
-        ("molt-s6-7", "node4", "FAILED"),
-    ):
-        folder = make_run(name)
-        attempt = folder.new_attempt()
-        write_json(attempt / "start.json", {"slurmd_nodename": node})
-        write_json(attempt / "end.json", {"state": state})
-    assert bad_nodes(folder.path.parent, 2) == ["node1"]
-
-
 def test_a_run_requeues_its_own_task_and_not_its_array(monkeypatch):
     for name, value in {"JOB_ID": "9", "ARRAY_JOB_ID": "5", "ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert own_job() == "5_3"
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
     assert own_job() == "9"
+
+
+SCONTROL = """#!/bin/sh
+echo "$*" >> "$LAB/calls"
+case "$*" in
+*requeue*)
+    [ -e "$LAB/refuses" ] && { echo "slurm_requeue error: Access/permission denied" >&2; exit 1; }
+    [ -e "$LAB/loses" ] || echo "JobState=PENDING Restarts=1" > "$LAB/job"
+    [ -e "$LAB/answers" ] || { echo "slurm_requeue error: Socket timed out on send/recv operation" >&2; exit 1; } ;;
+*show*)
+    [ -e "$LAB/silent" ] && { echo "Unable to contact slurm controller" >&2; exit 1; }
+    cat "$LAB/job" ;;
+esac
+[ -e "$LAB/once" ] && rm -f "$LAB/once" "$LAB/loses" || true
+"""
+
+
+@pytest.fixture
+def controller(tmp_path, monkeypatch):
+    """controller("loses", ...) -> what scontrol was asked, so far; by name what it does with a requeue."""
+    put_on_path(tmp_path, monkeypatch, scontrol=SCONTROL)
+    monkeypatch.setenv("LAB", str(tmp_path))
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(requeue, "PAUSE_S", 0.01)
+    (tmp_path / "job").write_text("JobState=RUNNING Restarts=0\n")
+
+    def does(*ways: str):
+        for way in ways:
+            (tmp_path / way).touch()
+        return lambda: (tmp_path / "calls").read_text().splitlines()
+
+    return does
+
+
+def test_a_requeue_that_arrived_in_spite_of_a_time_out_is_not_sent_again(controller):
+    asked = controller()
+    go_back("5_3")
+    assert asked() == ["requeue 5_3", "--oneliner show job 5_3"]
+
+
+def test_a_requeue_that_was_lost_with_a_time_out_is_sent_again(controller):
+    """The first is lost, and forgotten by the look at the job's state; the second arrives."""
+    asked = controller("loses", "once")
+    go_back("5_3")
+    assert [call.split()[0] for call in asked()] == ["requeue", "--oneliner"] * 2
+
+
+@pytest.mark.parametrize("way, tries, words", [("loses", 5, "5 times"), ("refuses", 1, "denied")])
+def test_a_requeue_that_nobody_answers_is_sent_a_few_times_and_a_refused_one_once(
+    controller, way, tries, words
+):
+    asked = controller(way, "silent")
+    with pytest.raises(SlurmError, match=words):
+        go_back("5_3")
+    assert len([call for call in asked() if "requeue" in call]) == tries
+
+
+def test_an_end_that_was_not_put_back_says_so_and_retry_goes_on(make_run):
+    folder = make_run()
+    attempt = folder.new_attempt()
+    reason = "NODE_FAIL: node3 failed; back into the queue: failed 1 of at most 3 times"
+    before = {"state": "NODE_FAIL", "reason": reason, "requeued": True, "duration_s": 1.0}
+    write_json(attempt / "end.json", before)
+    with hold(folder.lock):  # it went back after all, and its next attempt is at work
+        lost_its_place(folder, attempt, "scontrol: timed out, 5 times")
+        assert folder.end == before
+    lost_its_place(folder, attempt, "scontrol: timed out, 5 times")
+    assert folder.end["requeued"] is False
+    assert folder.end["reason"] == (
+        "NODE_FAIL: node3 failed; not put back into the queue: scontrol: timed out, 5 times"
+    )
+    assert choose([read_status(folder)], None, force=False).again == [folder.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,9 +16,10 @@ import pytest
 from harness.cluster import Cluster, RaySettings
 from harness.expand import Expansion, expand
 from harness.processes import MARK
+from harness.ray_node import Layout
 from harness.run_folder import RunFolder, read_json, tail_records
 from harness.slurm import cancel_jobs
-from harness.spec import load
+from harness.spec import Resources, load
 from harness.why import account
 from molt_core.models.load import content_hash
 from slurm.local import cluster
@@ -126,18 +128,27 @@ deadlock()
 
 
 def test_a_hang_over_several_nodes_in_a_container_leaves_the_stacks_of_every_process_on_each(boxed):
-    """Under pyxis each node of Ray is a step of its own, which is no descendant of what starts it."""
+    """Under pyxis each node of Ray is a step of its own, which is no descendant of what starts it.
+
+    Its first attempt finds a port taken, which is no node's fault; the next one takes others.
+    """
     body = JOINED + "(run / 'devices').write_text(str(ray.cluster_resources()['GPU']))\n" + HANGS
     resources = ", nodes: 2, device: cuda, devices_per_node: 8, hang_after_s: 25"
     expansion, profile = boxed("pyxis", body, resources=resources, cpus=2)
     name = next(r.name for r in expansion.replicates if r.system == "ours")
-    send(expansion, profile.model_copy(update={"ray": small().ray}), only=name)
+    quick = {"ray": small().ray, "bad_node_after": 1}
+    job = send(expansion, profile.model_copy(update=quick), only=name)[name]
     folder = RunFolder(expansion.folder / name)
+    others = Layout.of(("a", "b"), Resources(nodes=2), small().ray, int(job.partition("_")[0]))
+    with socket.create_server(("127.0.0.1", others.ports("b")["node-manager-port"])):
+        first = wait_until(lambda: folder.attempts and read_json(folder.attempts[0] / "end.json"))
+    assert first["state"] == "INFRA" and "ports in use already" in first["reason"]
+    assert first["lost_nodes"] == [] and not account(folder).avoids
     assert settled(expansion, 180)[name] == "HANG"
     assert processes_of(folder) == {}
     nodes = (folder.path / "nodes").read_text().split()
     assert len(nodes) == 2 and float((folder.path / "devices").read_text()) == 16
-    head = read_json(folder.attempts[0] / "start.json")["slurmd_nodename"]
+    head = read_json(folder.attempts[1] / "start.json")["slurmd_nodename"]
     (other,) = set(nodes) - {head}
     told = account(folder)
     assert told.status.why.startswith("no progress for") and "training at step 1" in told.status.why

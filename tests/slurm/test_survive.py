@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 
 import pytest
 
+from harness import scheduler
 from harness.cluster import Attempts
 from harness.run_folder import RunFolder, read_json
 from harness.slurm import cancel_jobs, job_ids
@@ -226,6 +228,32 @@ def test_a_scheduler_that_does_not_answer_makes_nobody_dead(light):
     finally:
         os.kill(controller, signal.SIGCONT)
     assert settled(expansion)[folder.name] == "DONE"
+
+
+def test_a_requeue_that_the_controller_does_not_answer_keeps_the_runs_place(light, tmp_path):
+    """slurmctld stands still when the run asks to go back, and goes on after that has timed out."""
+    go = tmp_path / "go"
+    body = f"""
+beat("training", attempt)
+while attempt == 1:
+    if os.path.exists({str(go)!r}):
+        print("OSError: [Errno 28] No space left on device")
+        sys.exit(1)
+    time.sleep(0.1)
+""" + slow(0.1)
+    folder, expansion = only_train(light, body)
+    controller = int((cluster.LAB / "run" / "slurmctld.started").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        go.touch()
+        wait_until(lambda: folder.end)
+        time.sleep(12)
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    assert settled(expansion, 90)[folder.name] == "DONE"
+    assert [end["state"] for end in ends(folder)] == ["INFRA", "DONE"]
+    facts = scheduler.describe(job_ids(expansion.folder)[folder.name])
+    assert facts["Restarts"] == "1"
 
 
 def test_the_job_ids_of_an_array_are_its_tasks(light):
