@@ -293,7 +293,7 @@ class Loop:
     async def _train(self, step: int, batch: Batch) -> StepResult:
         """One optimiser step. Raises Diverged, with the batch on disk, before weights are touched by what is no number.
 
-        Of a policy and a critic, the one whose numbers are sound may have taken its step on that batch.
+        A critic steps first: where the policy's numbers are the bad ones, it has stepped on that batch.
         """
         rows = [segment for group in batch.groups for segment in group.segments]
         frozen = await self.trainer.frozen_logprobs(rows)

@@ -1,6 +1,6 @@
 """The critic: a value model beside the policy, in the trainer's processes or in as many of its own.
 
-    values -> advantages and returns (``algo/advantages.py``) -> the policy's step, and the critic's own on the same batch
+    values -> advantages and returns (``algo/advantages.py``) -> the critic's steps on the batch, and then the policy's
 
 FSDP2 trains it whatever trains the policy, so that two trainers under comparison have one critic. Its loss is the sum over
 sampled tokens of weight x value loss, with the policy's weights: like the policy's it does not depend on how a batch is split.
@@ -43,6 +43,11 @@ class CriticResult:
     grad_norm: float
     memory_peak_bytes: int
     explained_variance: float | None = None
+
+    @property
+    def decisive(self) -> dict[str, float]:
+        """What must be finite, by a name for messages."""
+        return {"value loss": self.sums["value_loss"], "critic's gradient norm": self.grad_norm}
 
 
 def weighted_value_loss(

@@ -61,11 +61,8 @@ class StepResult:
     @property
     def decisive(self) -> dict[str, float]:
         """What must be finite, by a name for messages."""
-        found = {"loss": self.sums["loss"], "gradient norm": self.grad_norm}
-        if self.critic is not None:
-            found["value loss"] = self.critic.sums["value_loss"]
-            found["critic's gradient norm"] = self.critic.grad_norm
-        return found
+        of_critic = {} if self.critic is None else self.critic.decisive
+        return {"loss": self.sums["loss"], "gradient norm": self.grad_norm, **of_critic}
 
 
 @dataclass(frozen=True)
@@ -140,14 +137,22 @@ class TrainerRank(CriticRank):
         self, micro_batches: Sequence[Sequence[WeightedRollout]], hold: bool = False
     ) -> StepResult:
         """hold: measure all and step nothing."""
-        started = time.time()
-        sums = forward_backward(
+        self.accumulate(micro_batches)
+        return self.finish(hold)
+
+    def accumulate(self, micro_batches: Sequence[Sequence[WeightedRollout]]) -> None:
+        """A step up to its gradient; ``finish`` is the rest, for whom has to wait for something in between."""
+        self.started = time.time()
+        self.sums = forward_backward(
             self.backend,
             micro_batches,
             algorithm=self.config.algorithm,
             distribution=self.distribution,
         )
-        middle = time.time()
+        self.accumulated = time.time()
+
+    def finish(self, hold: bool) -> StepResult:
+        sums, began = self.sums, time.time()
         apply = self.worth_a_step(sums["loss"], sums["tokens_kept"]) and not hold
         norm = self.backend.optimizer_step(apply)
         ended = time.time()
@@ -156,9 +161,9 @@ class TrainerRank(CriticRank):
             sums,
             norm,
             stepped,
-            middle - started,
-            ended - middle,
-            started,
+            self.accumulated - self.started,
+            ended - began,
+            self.started,
             ended,
             self.backend.update_ratio() if stepped else None,
             memory_peak_bytes(self.config.trainer.device),
@@ -263,25 +268,33 @@ class TrainerGroup(RankGroup):
         return group
 
     async def step(self, rollouts: Sequence[WeightedRollout], hold: bool = False) -> StepResult:
-        """One step of the policy, unless it is on hold, and those of the critic."""
+        """One step of the policy, unless it is on hold, and those of the critic.
+
+        The policy's comes last, and not at all where the critic's numbers are not finite: who diverges stops both.
+        """
+        split = shares(rollouts, self.data_size, self.config.trainer)
         if self.critic is None:
-            return await self._step(rollouts, hold)
-        of_critic = self.critic.step(rollouts)
-        if len(self.processes) > len(self.ranks):
-            of_critic = asyncio.create_task(of_critic)  # at the same time; else one after the other
-        result = await self._step(rollouts, hold)
-        waiting = time.time()
+            return self._joined(await self.on_shares("step", split, hold))
+        apart, waiting = len(self.processes) > len(self.ranks), time.time()
+        of_critic = asyncio.create_task(self.critic.step(rollouts))
+        if apart:  # at the same time; else one after the other
+            await self.on_shares("accumulate", split)
+            waiting = time.time()
         critic = await of_critic
+        critic_s = self._values_s + time.time() - waiting
+        hold = hold or not np.isfinite(list(critic.decisive.values())).all()
+        if apart:
+            result = self._joined(await everywhere(self.ranks, "finish", hold))
+        else:
+            result = self._joined(await self.on_shares("step", split, hold))
         return replace(
             result,
             critic=critic,
-            critic_s=self._values_s + time.time() - waiting,
+            critic_s=critic_s,
             memory_peak_bytes=max(result.memory_peak_bytes, critic.memory_peak_bytes),
         )
 
-    async def _step(self, rollouts: Sequence[WeightedRollout], hold: bool) -> StepResult:
-        split = shares(rollouts, self.data_size, self.config.trainer)
-        results: list[StepResult] = await self.on_shares("step", split, hold)
+    def _joined(self, results: Sequence[StepResult]) -> StepResult:
         return StepResult(
             added(result.sums for result in self.of_shares(results)),
             results[0].grad_norm,

@@ -1,13 +1,16 @@
 """One trainer rank on the built-in policy, without engine or Ray: what is stepped on, what is not, and what stays frozen."""
 
+import asyncio
 import math
 import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
@@ -15,9 +18,10 @@ import molt_core
 from molt_core.algo.aggregation import WeightedRollout, weighted_rollouts
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig
+from molt_core.train.critic import CriticGroup
 from molt_core.train.objective import row_logprobs
 from molt_core.train.split import shares
-from molt_core.train.worker import TrainerRank
+from molt_core.train.worker import TrainerGroup, TrainerRank
 from molt_core.types import Batch, Group, Rollout
 from tests.harness.trainer_cases import free_port, rescaled_checkpoint, trajectories
 
@@ -208,8 +212,8 @@ def test_a_critic_beside_the_policy_learns_and_resumes_bit_for_bit(
         values = np.concatenate(rank.values([rows])["values"])
         rollouts = weighted_rollouts(found, rank.config.algorithm, None, values)
         share = shares(rollouts, 1, rank.config.trainer)[0]
-        assert rank.step(share).stepped
         losses.append(rank.step_critic(share).sums["value_loss"])
+        assert rank.step(share).stepped
 
     for _ in range(8):
         both_step(rank)
@@ -224,6 +228,46 @@ def test_a_critic_beside_the_policy_learns_and_resumes_bit_for_bit(
     both_step(again)
     assert equal(weights(again), straight[0])
     assert equal(dict(again.critic.named_weights()), straight[1])
+
+
+class Local:
+    """An actor's handle without Ray: a call runs here and now."""
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self.rank = rank
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        async def answer(result):
+            return result
+
+        return SimpleNamespace(remote=lambda *given: answer(getattr(self.rank, name)(*given)))
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_a_critic_that_diverges_stops_the_policy_before_its_step(
+    start, tiny_checkpoint, monkeypatch, placement
+):
+    monkeypatch.setattr(ray, "put", lambda share: share)
+    rank = start({"lr": 0.01}, advantage="gae")
+    group = TrainerGroup([Local(rank)], [(0, 1)], rank.config)
+    group.critic = CriticGroup(group.ranks, group.data_places, rank.config)
+    # As ``TrainerGroup.start`` has it; that one process stands for two does not matter to the order of things.
+    group.processes = group.ranks if placement == "colocated" else 2 * group.ranks
+    found = batch(tiny_checkpoint)
+    rows = [segment for g in found.groups for segment in g.segments]
+
+    def group_step(spoil: float):
+        values = asyncio.run(group.values(rows))
+        first, *rest = weighted_rollouts(found, rank.config.algorithm, None, values)
+        return asyncio.run(group.step([replace(first, returns=first.returns + spoil), *rest]))
+
+    before = weights(rank)
+    result = group_step(math.nan)
+    assert math.isnan(result.decisive["value loss"]) and math.isfinite(result.grad_norm)
+    assert not result.stepped and equal(weights(rank), before)
+    sound = group_step(0.0)
+    assert sound.stepped and not equal(weights(rank), before)
+    assert sound.critic.sums["value_loss"] > 0 and sound.critic_s > 0
 
 
 def test_a_policy_on_hold_is_measured_and_not_stepped(start, tiny_checkpoint):
