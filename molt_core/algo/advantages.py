@@ -6,7 +6,7 @@ and in the order of generation over all its segments. A rollout has one reward a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,7 +182,7 @@ def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: floa
     """``G_t = r_t + gamma G_{t+1}`` inside each rollout, ``[N]``; one vector operation a token position, not a token."""
     _, row, lengths = torch.unique_consecutive(rollout, return_inverse=True, return_counts=True)
     column = torch.arange(len(rollout)) - (lengths.cumsum(0) - lengths)[row]
-    table = rewards.new_zeros(int(lengths.max()), len(lengths))
+    table = rewards.new_zeros(max(lengths.tolist(), default=0), len(lengths))
     table[column, row] = rewards
     for t in range(len(table) - 2, -1, -1):
         table[t] += gamma * table[t + 1]
@@ -200,17 +200,22 @@ def rollout_tokens(
     """
     logprobs = {f"{name}_logprobs": torch.from_numpy(v) for name, v in (frozen or {}).items()}
     rollouts = batch.rollouts
-    group = [g for g, members in enumerate(batch.groups) for _ in members.rollouts]
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    sampled = np.concatenate([segment.action_mask for segment in segments])
+    behaviour = np.concatenate([segment.logprobs for segment in segments])[sampled]
     return RolloutTokens(
-        reward=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
-        group=torch.tensor(group),
-        rollout=torch.repeat_interleave(torch.tensor([r.action_tokens for r in rollouts])),
-        behaviour_logprobs=torch.from_numpy(
-            np.concatenate([s.logprobs[s.action_mask] for r in rollouts for s in r.segments])
-        ),
+        reward=torch.from_numpy(np.array([r.reward for r in rollouts], np.float64)),
+        group=_labels([len(group.rollouts) for group in batch.groups]),
+        rollout=_labels([rollout.action_tokens for rollout in rollouts]),
+        behaviour_logprobs=torch.from_numpy(behaviour),
         **logprobs,
         values=None if values is None else torch.from_numpy(values),
     )
+
+
+def _labels(counts: Sequence[int]) -> torch.Tensor:
+    """0 ``counts[0]`` times, 1 ``counts[1]`` times, ..."""
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
 
 
 def advantages(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:

@@ -7,8 +7,9 @@ does the objective, and nothing after this file knows a denominator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class WeightedRollout:
     returns: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        actions = sum(segment.action_tokens for segment in self.segments)
+        actions = sum([segment.action_tokens for segment in self.segments])
         if not len(self.advantages) == len(self.weights) == actions:
             raise ValueError(
                 f"{len(self.advantages)} advantages and {len(self.weights)} weights for {actions} sampled tokens"
@@ -104,20 +105,21 @@ def weighted_rollouts(
     Raises ValueError where the estimator's result is not one finite number a token.
     """
     tokens = rollout_tokens(batch, frozen, values)
-    columns = {
-        "advantages": advantages(tokens, config),
-        "weights": AGGREGATIONS[config.aggregation](tokens, config),
-    }
-    if tokens.reference_logprobs is not None:
-        columns["reference_logprobs"] = tokens.reference_logprobs
-    if tokens.values is not None:
-        columns |= {"values": tokens.values, "returns": lambda_returns(tokens, config)}
-    arrays = {name: column.float().numpy() for name, column in columns.items()}
-    edges = np.cumsum([0, *(rollout.action_tokens for rollout in batch.rollouts)]).tolist()
-    return [
-        WeightedRollout(
-            rollout.segments, **{name: array[start:stop] for name, array in arrays.items()}
-        )
-        for rollout, start, stop in zip(batch.rollouts, edges, edges[1:])
-        if rollout.segments
+    columns = (
+        advantages(tokens, config),
+        AGGREGATIONS[config.aggregation](tokens, config),
+        tokens.reference_logprobs,
+        tokens.values,
+        None if tokens.values is None else lambda_returns(tokens, config),
+    )
+    rollouts = [rollout for rollout in batch.rollouts if rollout.segments]
+    edges = list(accumulate([rollout.action_tokens for rollout in rollouts], initial=0))
+    cut = [
+        repeat(None) if c is None else _stretches(c.float().numpy(), edges[:-1], edges[1:])
+        for c in columns
     ]
+    return list(map(WeightedRollout, [rollout.segments for rollout in rollouts], *cut))
+
+
+def _stretches(column: np.ndarray, starts: Sequence[int], stops: Sequence[int]) -> list[np.ndarray]:
+    return [column[start:stop] for start, stop in zip(starts, stops)]

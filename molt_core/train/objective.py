@@ -68,8 +68,8 @@ def weighted_loss(
 
     batch: what ``collate`` made of ``rollouts``; logprobs and entropy ``[N]``: the policy's, of its action tokens.
     """
-    counts = torch.tensor([len(rollout.weights) for rollout in rollouts])
-    sequence = torch.repeat_interleave(counts).to(logprobs.device)
+    counts = [len(rollout.weights) for rollout in rollouts]
+    sequence = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(logprobs.device)
     behaviour = batch.behaviour_logprobs
     proximal = logprobs.detach() if algorithm.proximal == "current" else behaviour
     importance, metrics = correction(proximal, behaviour, sequence, algorithm.correction)
