@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
@@ -83,7 +84,9 @@ class FSDP2Model:
         self._sharded = {n.removeprefix(PREFIX): p for n, p in head.named_parameters()}
         self.frozen = frozenset(n for n, p in self._sharded.items() if not p.requires_grad)
         self.clip_norm = optimizer.clip_norm
-        parameters = [p for p in self._sharded.values() if p.requires_grad]
+        # The memory of this rank's shards: clipping and AdamW need no DTensor, which costs more than they do on small tensors.
+        self._local = {n: nn.Parameter(p.to_local()) for n, p in self._sharded.items()}
+        parameters = [self._local[n] for n, p in self._sharded.items() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
                 {
@@ -102,10 +105,18 @@ class FSDP2Model:
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one
 
+    @torch.no_grad()
     def optimizer_step(self, apply: bool = True) -> float:
-        norm = nn.utils.clip_grad_norm_(self._sharded.values(), self.clip_norm)
-        norm = float(norm.full_tensor())
+        for name, parameter in self._sharded.items():
+            gradient = parameter.grad
+            self._local[name].grad = None if gradient is None else gradient.to_local()
+            parameter.grad = None
+        gradients = [p.grad for p in self._local.values() if p.grad is not None]
+        squared = nn.utils.get_total_norm(gradients).double().square()
+        dist.all_reduce(squared)
+        norm = float(squared.sqrt())
         if apply and can_step(norm):
+            nn.utils.clip_grads_with_norm_(self._local.values(), self.clip_norm, squared.sqrt())
             factor = lr_factor(self._steps, self._total_steps, self._optimizer_config)
             for group in self.optimizer.param_groups:
                 group["lr"] = self._optimizer_config.lr * factor
@@ -125,7 +136,7 @@ class FSDP2Model:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._sharded.items():
             if name not in leave_out:
-                yield name, parameter.full_tensor().to(self.dtype)
+                yield name, parameter.detach().to(self.dtype).full_tensor()
 
     def save(self, folder: Path) -> Future:
         return save_state(self._state(), self._steps, folder, self._checkpoint_group)
@@ -140,14 +151,28 @@ class FSDP2Model:
         """Weights and moments by kind and name: the tensors themselves, sharded as they are."""
         state = {kind: {} for kind in KINDS}
         for name, parameter in self._sharded.items():
-            moments = self.optimizer.state[parameter]
+            local = self._local[name]
+            moments = self.optimizer.state[local]
             if not moments:  # not stepped yet
                 moments["step"] = torch.zeros((), device=self.device)
-                moments["exp_avg"] = torch.zeros_like(parameter)
-                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+                moments["exp_avg"] = torch.zeros_like(local)
+                moments["exp_avg_sq"] = torch.zeros_like(local)
             state[WEIGHTS][name] = parameter.detach()
-            state[FIRST][name], state[SECOND][name] = moments["exp_avg"], moments["exp_avg_sq"]
+            state[FIRST][name] = _like(parameter, moments["exp_avg"])
+            state[SECOND][name] = _like(parameter, moments["exp_avg_sq"])
         return state
+
+
+def _like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """This rank's part of a tensor that is sharded as ``parameter`` is: the same memory."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 class FSDP2Backend(FSDP2Model):

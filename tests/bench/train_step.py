@@ -2,14 +2,15 @@
 
 One optimiser step in float32, one thread a rank, on four batches: the demo's (16 prompts x 8 samples with a picture), text
 rows of equal length, eight times as many of them (which tells a cost a step from a cost a token), and text rows of very
-unequal lengths. Steps of all trainers are interleaved, in random order, in one
-process. The floor is the same forward pass with clip_grad_norm_ and AdamW and nothing around it, on this rank's rows alone,
-without communication; beside it stands transformers' own forward pass on padded rows. CPU time stays meaningful on a busy
-machine where wall time does not, but counts no waiting. The ratios are the result; the times belong to the machine.
+unequal lengths. Steps of all trainers are interleaved, in random order, in one process. The floor is the same forward pass with
+clip_grad_norm_ and AdamW and nothing around it, on this rank's rows alone, without communication; beside it stands
+transformers' own forward pass on padded rows. CPU time stays meaningful on a busy machine where wall time does not, but counts
+no waiting. The ratios are the result; the times belong to the machine.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from molt_core.render import Renderer
 from molt_core.train.collate import collate
 from molt_core.train.fsdp2 import FSDP2Backend
 from molt_core.train.policy import ActionPolicy
+from molt_core.train.ranks import HEAP
 from molt_core.types import NOT_SAMPLED, ImageInput, Trajectory, Turn
 from tests.harness.trainer_cases import (
     MODEL,
@@ -64,14 +66,14 @@ def row(prompt: list[int], actions: np.ndarray, images: tuple[ImageInput, ...] =
     )
 
 
-def demo_rows(checkpoint: Path) -> list[Trajectory]:
-    """The demo's batch, with random answers."""
+def demo_rows(checkpoint: Path, actions: int = ACTIONS) -> list[Trajectory]:
+    """The demo's batch, with random answers of ``actions`` tokens."""
     renderer, rng, rows = Renderer(checkpoint), np.random.default_rng(0), []
     for number in range(PROMPTS):
         prompt = renderer.prompt(ShapesVariant().train_item(0, number), number)
         for _ in range(SAMPLES_EACH):
-            actions = rng.integers(0, 256, ACTIONS)
-            rows.append(row(list(prompt.token_ids), actions, prompt.images))
+            answer = rng.integers(0, 256, actions)
+            rows.append(row(list(prompt.token_ids), answer, prompt.images))
     return rows
 
 
@@ -165,11 +167,8 @@ def show(title: str, taken: dict[str, list[tuple[float, float]]]) -> None:
 def main(samples: int = 20, ranks: int = 1) -> None:
     with tempfile.TemporaryDirectory() as folder:
         build_tiny_qwen3_vl_moe(Path(folder) / "tiny")
-        arguments = (ranks, samples, Path(folder))
-        if ranks == 1:
-            measure(0, *arguments)
-        else:
-            torch.multiprocessing.spawn(measure, arguments, nprocs=ranks)
+        os.environ.update(HEAP)  # as the trainer's own ranks have it; read when a process starts
+        torch.multiprocessing.spawn(measure, (ranks, samples, Path(folder)), nprocs=ranks)
 
 
 if __name__ == "__main__":
