@@ -31,8 +31,9 @@ demo: setup  ## run the matched experiment here, end to end, and report its verd
 	@echo "  open the MLflow UI   $(VENV)/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db   (then http://127.0.0.1:5000)"
 	@echo "  run it on Slurm      $(RUN) -m harness.submit experiments/moe_vl.yaml --scale h100x16"
 
+# Starting engines and importing are one core's work: two processes share the test files.
 test: setup  ## run the tests (TESTS=tests/molt_core runs some)
-	@$(RUN) -m pytest $(TESTS)
+	@$(RUN) -m pytest -n 2 --dist loadfile $(TESTS)
 
 slurm-local:  ## start a real Slurm of four nodes here, below .slurm/ (Debian, root; installs nothing into the system)
 	@$(PYTHON) slurm/local/cluster.py start

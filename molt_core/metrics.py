@@ -13,16 +13,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from molt_core.algo.importance import effective_sample_fraction
 from molt_core.rollout.pool import Pool
-from molt_core.train.critic import CriticResult
 from molt_core.train.routing import routing_metrics
-from molt_core.train.worker import ProbeResult, StepResult
 from molt_core.types import Batch, Group, Rollout
+
+if TYPE_CHECKING:
+    from molt_core.train.critic import CriticResult
+    from molt_core.train.worker import ProbeResult, StepResult
 
 
 class RunWriter:

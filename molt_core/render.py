@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from molt_core.data import Item
 from molt_core.types import ImageInput, Prompt
@@ -24,6 +23,9 @@ class Renderer:
     """Renders items for the model in ``folder``. Thread-safe after construction; the rendered chat templates are kept."""
 
     def __init__(self, folder: Path) -> None:
+        # 3 s of imports, which a process that renders nothing need not pay.
+        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self._image_token: int | None = getattr(config, "image_token_id", None)

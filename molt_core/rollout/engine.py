@@ -154,6 +154,7 @@ class Engine:
         vllm_plugin.register()
         self.clock = BusyClock()
         self.version = 0
+        self._on_cpu = config.device == "cpu"
         self.tokens: Counter[str] = Counter()
         self._eos_id = eos_id
         self._excluded = {int(token): EXCLUDED_BIAS for token in excluded_ids}
@@ -337,7 +338,8 @@ class Engine:
         await asked
 
     def shutdown(self) -> None:
-        self._llm.shutdown()
+        """End vLLM's process. One on the CPU is killed at once: it has no device to release, and tidies up for seconds."""
+        self._llm.shutdown(timeout=0.0 if self._on_cpu else None)
 
 
 @contextmanager

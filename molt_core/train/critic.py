@@ -20,7 +20,6 @@ import torch
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.losses import explained_variance, value_loss
 from molt_core.train.collate import collate
-from molt_core.train.fsdp2 import FSDP2Critic
 from molt_core.train.objective import flat
 from molt_core.train.ranks import Rank, RankGroup, added, memory_peak_bytes
 from molt_core.train.split import shares
@@ -68,6 +67,8 @@ class CriticRank(Rank):
     """One process that holds the critic; see ``Rank``."""
 
     def load_models(self) -> None:
+        from molt_core.train.fsdp2 import FSDP2Critic  # 2 s of imports that the driver need not pay
+
         config, critic = self.config, self.config.critic
         self.critic = self.stepped[FOLDER] = FSDP2Critic(
             self.checkpoint if critic.path is None else Path(critic.path),
