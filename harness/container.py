@@ -67,7 +67,7 @@ def other_image(run: Mapping[str, Any], container: Container, runs: Path) -> str
     except ValueError as error:
         return str(error)
     if recorded and here is None:
-        return "it was submitted with an image, and the profile of the last submit has none"
+        return "it was submitted with an image, and its job's profile has none"
     if recorded and here and here.sha256 != recorded["sha256"]:
         return f"container.image: {here.path} changed after the submit; put it back or submit again"
     return ""

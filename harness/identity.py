@@ -94,7 +94,7 @@ def take_snapshot(
     contents = {str(name): (root / name).read_bytes() for name in code_files(root, code)}
     if not contents:
         raise FileNotFoundError(f"{root}: no code found under {', '.join(code)}")
-    print_ = digest({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+    print_ = _fingerprint(contents)
     target = store / print_[:16]
     if write and not target.is_dir():
         store.mkdir(parents=True, exist_ok=True)
@@ -104,14 +104,41 @@ def take_snapshot(
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
             file.chmod(0o444)
-        draft.chmod(0o755)
+        for folder in [draft, *(path for path in draft.rglob("*") if path.is_dir())]:
+            folder.chmod(0o555)
         try:
             draft.rename(target)
         except OSError:  # another submit was first with the same content
-            shutil.rmtree(draft)
+            remove_snapshot(draft)
             if not target.is_dir():
                 raise
     return Snapshot(print_, target)
+
+
+def _fingerprint(contents: Mapping[str, bytes]) -> str:
+    return digest({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+
+
+def changed_snapshot(path: Path, recorded: str) -> str:
+    """Why the copy of the code in ``path`` is not the one of that hash, as a sentence; "" where it is."""
+    if not path.is_dir():
+        return f"the copy of the code it was submitted with is gone ({path}); submit again"
+    files = (file for file in path.rglob("*") if file.is_file())
+    kept = [file for file in files if file.parent.name != "__pycache__"]  # Python's own
+    found = _fingerprint({str(file.relative_to(path)): file.read_bytes() for file in kept})
+    if found == recorded:
+        return ""
+    return (
+        f"the copy of the code in {path} was changed after the submit (its hash is {found[:16]}, not {recorded[:16]}); "
+        "remove it, check out that code and submit again"
+    )
+
+
+def remove_snapshot(path: Path) -> None:
+    """Remove a copy, whose folders are read-only."""
+    for folder in [path, *(inner for inner in path.rglob("*") if inner.is_dir())]:
+        folder.chmod(0o755)
+    shutil.rmtree(path)
 
 
 def run_identity(

@@ -36,6 +36,7 @@ from harness.command import (
     environment,
     own_variables,
 )
+from harness.identity import changed_snapshot
 from harness.needs import inherited, plan_digest, unmet_need
 from harness.outcome import judge_exit, last_lines
 from harness.processes import (
@@ -93,8 +94,8 @@ def run_job(run_dir: str | Path) -> Ending:
         facts: dict[str, Any] = {}
         if blocked := unmet_need(folder):
             ending = Ending("BLOCKED", blocked)
-        elif not code_path(folder, run).is_dir():
-            ending = Ending("CONFIG", "the copy of the code it was submitted with is gone")
+        elif other := changed_snapshot(code_path(folder, run), run["fingerprints"]["code"]):
+            ending = Ending("CONFIG", other)
         elif other := inputs.changed(run.get("inputs", [])):
             ending = Ending("CONFIG", other)
         elif other := container.other_image(run, cluster.container, folder.path.parents[2]):

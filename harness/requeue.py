@@ -34,6 +34,8 @@ from harness.run_folder import (
 )
 from harness.scheduler import SlurmError, ask_slurm, describe, is_busy
 
+PROFILE = "MOLT_PROFILE"
+"""Names the copy of the profile that a job was sent with: a later submit with another one reaches no job that waits."""
 COUNTED = {
     "PREEMPTED": "preempted",
     "TIMEOUT": "timed_out",
@@ -92,8 +94,11 @@ def _left(facts: dict[str, str]) -> float:
 
 
 def profile(scale_folder: Path) -> Cluster:
-    """The cluster's profile as the last submit used it."""
-    return Cluster.model_validate(read_json(scale_folder / "cluster.json") or {})
+    """The cluster's profile that this job was sent with; outside such a job, that of the last submit."""
+    sent = os.environ.get(PROFILE)
+    if sent is None:
+        return Cluster.model_validate(read_json(scale_folder / "cluster.json") or {})
+    return Cluster.model_validate_json(Path(sent).read_text())
 
 
 def may_go_back(ends: Sequence[dict[str, Any]], limits: Attempts) -> tuple[bool, str]:

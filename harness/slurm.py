@@ -18,9 +18,9 @@ from pathlib import Path
 from harness.avoid import avoided
 from harness.cluster import Cluster
 from harness.expand import Run
-from harness.identity import TOOLS, take_snapshot
+from harness.identity import TOOLS, digest, take_snapshot
 from harness.processes import own_environment
-from harness.requeue import lead_s
+from harness.requeue import PROFILE, lead_s
 from harness.run_folder import RunFolder, read_json, write_json
 from harness.sbatch import Array, Task, arrays, job_name, script
 from harness.scheduler import (
@@ -69,7 +69,7 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
     folder = folder.resolve()
     cluster = _with_lead(folder, cluster)
     ids = job_ids(folder)
-    write_json(folder / "cluster.json", cluster.model_dump(mode="json"))  # for the jobs
+    profile = keep_profile(folder, cluster)
     # A job waits for hours: it works with what was submitted, not with what has been edited since.
     code = take_snapshot(folder.parents[1] / ".code", code=TOOLS).path
     with outside_an_allocation():
@@ -77,11 +77,25 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
         for array in planned_arrays(runs, cluster):
             name = job_name(array, folder, ids)
             text = _script(array, cluster, name, ids, folder, code, avoid)
-            job_id = send(text, name, [folder / run.name for run in array.runs], folder / "slurm")
+            tasks = [folder / run.name for run in array.runs]
+            job_id = send(text, name, tasks, folder / "slurm", profile)
             ids |= {run.name: f"{job_id}_{task}" for task, run in enumerate(array.runs)}
             write_json(folder / "slurm.json", ids)  # after each array: a later failure loses none
     forget()
     return ids
+
+
+def keep_profile(folder: Path, cluster: Cluster) -> Path:
+    """Where the jobs of this submit read their profile: a copy under the hash of its content, which nobody changes.
+
+    ``cluster.json`` is the newest, for a retry.
+    """
+    content = cluster.model_dump(mode="json")
+    path = folder / "profiles" / f"{digest(content)[:16]}.json"
+    if not path.exists():
+        write_json(path, content)
+    write_json(folder / "cluster.json", content)
+    return path
 
 
 def _with_lead(folder: Path, cluster: Cluster) -> Cluster:
@@ -102,8 +116,10 @@ def _script(
     return script(array, cluster, name, after, code, folder / "slurm", avoid)
 
 
-def send(text: str, name: str, run_dirs: Sequence[Path], logs: Path) -> str:
+def send(text: str, name: str, run_dirs: Sequence[Path], logs: Path, profile: Path) -> str:
     """sbatch ``text``, and lay down what its tasks will find; returns the job id. Raises SlurmError.
+
+    ``profile``: the file of the profile that they work with.
 
     submitit's protocol: a task unpickles a call and makes it. The pickles are written first and moved to the job's id
     afterwards (a task that is faster waits for its own), so nothing is in the queue that has nothing to do.
@@ -113,7 +129,7 @@ def send(text: str, name: str, run_dirs: Sequence[Path], logs: Path) -> str:
     logs.mkdir(parents=True, exist_ok=True)
     calls = [logs / f"{uuid.uuid4().hex}.pkl" for _ in run_dirs]
     for call, run_dir in zip(calls, run_dirs):
-        DelayedSubmission(work_run, str(run_dir)).dump(call)
+        DelayedSubmission(work_run, str(run_dir), str(profile)).dump(call)
     try:
         job_id = _sbatch(text, name)
     except SlurmError:
@@ -166,10 +182,10 @@ def hopeless(folder: Path, runs: Sequence[Run | Task], alive: set[str]) -> dict[
     return found
 
 
-def work_run(run_dir: str) -> None:
+def work_run(run_dir: str, profile: str) -> None:
     """One task of an array, on its first node: this process becomes the run's job, and gets Slurm's signals."""
     arguments = [sys.executable, "-m", "harness.job", run_dir]
-    os.execve(sys.executable, arguments, own_environment())
+    os.execve(sys.executable, arguments, {**own_environment(), PROFILE: profile})
 
 
 def job_ids(scale_folder: Path) -> dict[str, str]:

@@ -14,13 +14,18 @@ import sys
 from pathlib import Path
 
 
-def begin() -> None:
+def check_code() -> None:
     """Raises SystemExit where this process did not import the run's copy of the code; ``site`` swallows anything less."""
     code, here = os.environ.get("MOLT_CODE"), Path(__file__).resolve()
     if code and not here.is_relative_to(Path(code).resolve()):
         raise SystemExit(
             f"molt_core was imported from {here.parent}, and this run's code is {code}"
         )
+
+
+def begin() -> None:
+    """Check the code, and be ready to write stacks."""
+    check_code()
     stacks = os.environ.get("MOLT_STACKS")
     if stacks:
         Path(stacks).mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import pytest
 
 from harness import scheduler, slurm
 from harness.cores import POOL_ENV
+from harness.identity import digest
 from harness.run_folder import RunFolder, write_json
 
 STAND_IN = """
@@ -68,7 +69,7 @@ def make_run(tmp_path):
                 "code_path": os.path.relpath(code, folder.path),
                 "resources": limits,
                 "config": {"loop": {"steps": steps}},
-                "fingerprints": {"code": "0" * 64},
+                "fingerprints": {"code": digest({})},
             },
         )
         return folder

@@ -100,7 +100,7 @@ def test_another_image_is_another_run(tmp_path):
     ("content", "runtime", "said"),
     [
         ("other", "apptainer", "changed after the submit; put it back or submit again"),
-        ("image", "none", "the profile of the last submit has none"),
+        ("image", "none", "its job's profile has none"),
         (None, "apptainer", "is no file here"),
     ],
 )

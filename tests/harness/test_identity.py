@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
@@ -10,9 +11,11 @@ from harness.expand import expand
 from harness.identity import (
     ROOT,
     canonical,
+    changed_snapshot,
     code_files,
     digest,
     hash_path,
+    remove_snapshot,
     run_identity,
     take_snapshot,
 )
@@ -176,6 +179,41 @@ def test_the_same_code_is_copied_once(project, tmp_path):
     assert take_snapshot(tmp_path / "store", project) == first
     assert first.path.stat().st_mtime_ns == when
     assert len(list((tmp_path / "store").iterdir())) == 1
+
+
+def test_a_snapshot_is_read_only_to_its_folders_and_can_be_removed(project, tmp_path):
+    snapshot = take_snapshot(tmp_path / "store", project)
+    every = [snapshot.path, *snapshot.path.rglob("*")]
+    assert [path for path in every if path.stat().st_mode & 0o222] == []
+    remove_snapshot(snapshot.path)
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_an_edit_a_new_file_and_a_missing_one_make_a_snapshot_another(project, tmp_path):
+    snapshot = take_snapshot(tmp_path / "store", project)
+    file = snapshot.path / "molt_core" / "a.py"
+    (file.parent / "__pycache__").mkdir()  # as Python does where it may
+    (file.parent / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"")
+    assert changed_snapshot(snapshot.path, snapshot.hash) == ""
+    file.write_text("A = 7\n")
+    said = changed_snapshot(snapshot.path, snapshot.hash)
+    assert f"in {snapshot.path} was changed after the submit" in said
+    file.write_text("A = 1\n")
+    (file.parent / "b.py").write_text("")
+    assert changed_snapshot(snapshot.path, snapshot.hash)
+    (file.parent / "b.py").unlink()
+    assert changed_snapshot(snapshot.path, snapshot.hash) == ""
+    file.unlink()
+    assert changed_snapshot(snapshot.path, snapshot.hash)
+
+
+def test_whoever_imports_other_code_than_the_runs_ends_at_the_import():
+    """Also a process that nothing of ours was started in: Ray and vLLM start theirs by themselves."""
+    stray = {"PYTHONPATH": str(ROOT), "MOLT_CODE": "/elsewhere"}
+    command = [sys.executable, "-c", "import molt_core; print('imported')"]
+    done = subprocess.run(command, env=stray, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stdout == ""
+    assert "and this run's code is /elsewhere" in done.stderr
 
 
 def test_without_git_the_same_files_are_found(project, tmp_path):

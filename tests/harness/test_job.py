@@ -303,6 +303,18 @@ def test_the_command_sees_the_snapshot_first_and_not_the_working_tree(make_run, 
     assert mark == folder.run["identity"]
 
 
+def test_a_copy_of_the_code_that_was_edited_ends_the_attempt_before_it_starts(
+    make_run, job_command
+):
+    folder = make_run()
+    (folder.path / folder.run["code_path"] / "edited.py").write_text("")
+    assert work(job_command(folder)) == 1
+    assert (
+        folder.end["state"] == "CONFIG" and "was changed after the submit" in folder.end["reason"]
+    )
+    assert not folder.metrics.exists()
+
+
 def test_a_lost_copy_of_the_code_is_said(make_run, job_command):
     folder = make_run()
     write_json(folder.path / "run.json", {**folder.run, "code_path": "../gone"})

@@ -117,6 +117,7 @@ parent = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\\0")
 path = next(v for v in parent if v.startswith(b"PYTHONPATH=")).decode().partition("=")[2]
 show = "import harness.job; print(harness.job.__file__)"
 job = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+del job["MOLT_CODE"]  # the run's
 print(subprocess.run([sys.executable, "-c", show], env=job, capture_output=True, text=True).stdout)
 print(b"PYTHONSAFEPATH=1" in parent, "PYTHONSAFEPATH" in os.environ)
 """

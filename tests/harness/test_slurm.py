@@ -9,6 +9,7 @@ import pytest
 from harness.cancel import cancel
 from harness.cluster import Cluster
 from harness.expand import expand
+from harness.requeue import PROFILE, profile
 from harness.run_folder import read_json, write_json
 from harness.sbatch import arrays, parameters, script
 from harness.scheduler import SlurmError
@@ -220,6 +221,20 @@ def test_ids_are_kept_beside_the_runs(lab, expansion):
     start, _ = submit(expansion, expansion.runs)
     ids = sent(expansion, start, PLAIN)
     assert read_json(expansion.folder / "slurm.json") == ids
+
+
+def test_a_job_that_waits_keeps_the_profile_that_it_was_sent_with(lab, expansion, monkeypatch):
+    from submitit.core.utils import DelayedSubmission
+
+    start, _ = submit(expansion, expansion.runs)
+    for run, partition in zip(start, ("first", "second")):
+        sent(expansion, [run], Cluster(partition=partition))
+    for number, partition in ((101, "first"), (102, "second")):
+        call = DelayedSubmission.load(expansion.folder / "slurm" / f"{number}_0_submitted.pkl")
+        monkeypatch.setenv(PROFILE, call.args[1])
+        assert profile(expansion.folder).partition == partition
+    monkeypatch.delenv(PROFILE)
+    assert profile(expansion.folder).partition == "second"  # a retry's
 
 
 def test_a_run_is_told_to_save_two_of_its_longest_steps_ahead(lab, expansion):

@@ -69,11 +69,21 @@ def test_a_run_with_a_dead_part_ends_at_once_and_names_it(folder, part, seed, st
     made = RunFolder(path)
     wait_until(lambda: (made.heartbeat or {}).get("step", 0) >= 2, 240)
     alive = leftovers(made.run["identity"])
+    begun = {int(file.stem) for file in (made.attempts[-1] / "stacks").glob("*.txt")}
+    for name in ("molt_core.train", "ray::TrainerRank", "ray::RolloutWorker", "VLLM::EngineCore"):
+        pids = {own_pid(process) for process in alive if name in name_of(process)}
+        assert pids and pids <= begun, f"{name} did not look whether it has the run's own code"
     victim = next(process for process in alive if part in name_of(process))
     victim.kill()
     wait_until(lambda: made.end, 60)
     assert made.end["state"] == state and named in made.end["reason"]
     assert leftovers(made.run["identity"]) == []
+
+
+def own_pid(process: psutil.Process) -> int:
+    """The number that it has on its own node."""
+    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("NSpid:")).split()[-1])
 
 
 def name_of(process: psutil.Process) -> str:
