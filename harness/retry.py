@@ -23,7 +23,7 @@ from harness.queue import ask, start_detached
 from harness.requeue import profile
 from harness.run_folder import RunFolder, hold, is_held, read_json, scale_folders
 from harness.sbatch import Task
-from harness.scheduler import SlurmError
+from harness.scheduler import SlurmError, forget
 from harness.slurm import hopeless, live, submit_arrays
 from harness.status import RunStatus, queue_lock, read_statuses
 from harness.sync import default_uri
@@ -69,19 +69,21 @@ def mark(folder: RunFolder, status: RunStatus) -> None:
 
 
 def restart(scale_folder: Path, names: Sequence[str], uri: str) -> dict[str, str]:
-    """Ask for the runs again, in the order of the experiment; run -> where it went. Raises SlurmError."""
+    """Ask for the runs again, in the order of the experiment; run -> where it went. Raises SlurmError.
+
+    For the holder of ``submit.lock``, who chose them under it: two at once would try an outcome again, unmarked.
+    """
     order = (read_json(scale_folder / "queue.json") or {"order": []})["order"]
     names = sorted(names, key=lambda name: order.index(name) if name in order else len(order))
-    with hold(scale_folder / "submit.lock", wait=True):
-        if shutil.which("sbatch") and (scale_folder / "slurm.json").exists():
-            alive = live(scale_folder, fresh=True)
-            tasks = [Task.of(RunFolder(scale_folder / n)) for n in names if n not in alive]
-            lacking = hopeless(scale_folder, tasks, alive)
-            sent = [task for task in tasks if task.name not in lacking]
-            ids = submit_arrays(scale_folder, sent, profile(scale_folder))
-            went = {task.name: f"job {ids[task.name]}" for task in sent}
-            return went | {n: f"not sent: it needs {need}" for n, need in lacking.items()}
-        ask(scale_folder, order, list(names))
+    if shutil.which("sbatch") and (scale_folder / "slurm.json").exists():
+        alive = live(scale_folder, fresh=True)
+        tasks = [Task.of(RunFolder(scale_folder / n)) for n in names if n not in alive]
+        lacking = hopeless(scale_folder, tasks, alive)
+        sent = [task for task in tasks if task.name not in lacking]
+        ids = submit_arrays(scale_folder, sent, profile(scale_folder))
+        went = {task.name: f"job {ids[task.name]}" for task in sent}
+        return went | {n: f"not sent: it needs {need}" for n, need in lacking.items()}
+    ask(scale_folder, order, list(names))
     if not is_held(queue_lock(scale_folder)):
         start_detached(scale_folder, uri)
     return dict.fromkeys(names, "with the queue of this machine")
@@ -108,12 +110,14 @@ def main(
     refusals = 0
     try:
         for folder, within in chosen(scale_folders(runs, experiment, scale), pattern):
-            statuses = {status.run: status for status in read_statuses(folder)}
-            choice = choose(list(statuses.values()), within, force)
-            for name in choice.forced:
-                mark(RunFolder(folder / name), statuses[name])
-            names = [*choice.again, *choice.forced]
-            went = restart(folder, names, default_uri(runs)) if names else {}
+            with hold(folder / "submit.lock", wait=True):
+                forget()
+                statuses = {status.run: status for status in read_statuses(folder)}
+                choice = choose(list(statuses.values()), within, force)
+                for name in choice.forced:
+                    mark(RunFolder(folder / name), statuses[name])
+                names = [*choice.again, *choice.forced]
+                went = restart(folder, names, default_uri(runs)) if names else {}
             refusals += len(choice.refused)
             told |= {name: {"does": "goes on", "how": how} for name, how in went.items()}
             told |= {name: {"does": "refused", "how": why} for name, why in choice.refused}

@@ -269,10 +269,15 @@ def run_on_slurm(
     folder = expansion.folder
     with hold(folder / "submit.lock", wait=True):  # or two submits would give a run two jobs
         queued = live(folder, fresh=True)
-        runs = [r for r in expansion.runs if r.name in start and r.name not in queued]
+        # While this waited for the lock, another submit's runs may have come to an outcome, which stands.
+        still, since = sort_out(folder, [run for run in expansion.runs if run.name in start])
+        runs = [r for r in expansion.runs if r.name in still and r.name not in queued]
         lacking = hopeless(folder, runs, queued)
         names = [run.name for run in runs if run.name not in lacking]
         ids = submit_arrays(folder, [run for run in runs if run.name in names], cluster)
+    for name, why in since:
+        if name not in queued:
+            console.print(f"  {name} is left: {why}", markup=False, highlight=False)
     for name, need in lacking.items():
         console.print(f"  {name} is not sent: it needs {need}, which is not done", highlight=False)
     sent: dict[str, list[str]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -9,7 +11,7 @@ from typer.testing import CliRunner
 from harness import retry
 from harness.queue import ask
 from harness.retry import choose, mark, restart
-from harness.run_folder import RunFolder, is_held, write_json
+from harness.run_folder import RunFolder, hold, is_held, write_json
 from harness.status import RunStatus, queue_lock, read_statuses
 from tests.harness.test_job import until
 
@@ -82,3 +84,27 @@ def test_the_command_line_says_what_it_refuses(make_run):
     result = CliRunner().invoke(app, ["--runs", str(folder.path.parents[2])])
     assert result.exit_code == 3
     assert f"{folder.name}: refused: DIVERGED is an outcome: loss is nan" in result.output
+
+
+def test_two_retries_at_once_try_a_run_again_once(make_run, monkeypatch):
+    """The first one's run has come to an outcome before the second has the lock."""
+    folder = make_run()
+    scale = folder.path.parent
+    ask(scale, [folder.name], [])
+    ending = {"state": "INFRA", "reason": "INFRA: x", "duration_s": 1.0}
+    write_json(folder.path / "attempts" / "01" / "end.json", ending)
+
+    @contextmanager
+    def late(path, **about):
+        outcome = {"state": "FAILED", "reason": "FAILED: own error", "duration_s": 1.0}
+        write_json(folder.path / "attempts" / "02" / "end.json", outcome)
+        with hold(path, **about):
+            yield
+
+    monkeypatch.setattr(retry, "hold", late)
+    monkeypatch.setattr(retry, "start_detached", lambda *_: pytest.fail("it was started again"))
+    app = typer.Typer()
+    app.command()(retry.main)
+    result = CliRunner().invoke(app, ["--runs", str(scale.parents[1])])
+    assert result.exit_code == 3, result.output
+    assert "refused: FAILED is an outcome: own error" in result.output

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from analysis.plan import Plan
 from harness import submit as submit_module
+from harness.cluster import Cluster
 from harness.command import own_command
 from harness.expand import expand
 from harness.processes import own_environment
 from harness.run_folder import RunFolder, read_json, write_json
+from harness.slurm import job_ids
 from harness.spec import load
-from harness.submit import changes, choose_scale, sort_out, submit
+from harness.submit import changes, choose_scale, run_on_slurm, sort_out, submit
 from tests.harness.test_spec import write
 
 pytestmark = pytest.mark.usefixtures("own_cores")
@@ -229,6 +233,18 @@ def test_done_runs_are_left_alone(expansion):
     start, leave = sort_out(expansion.folder, expansion.runs)
     assert run.name not in start
     assert dict(leave)[run.name] == "DONE"
+
+
+def test_a_run_that_comes_to_an_outcome_while_a_submit_waits_is_not_started_again(expansion, lab):
+    """Two submits at once: the first one's run has failed before the second has the lock."""
+    start, _ = submit(expansion, expansion.runs)
+    failed = expansion.warmup.name
+    attempt = expansion.folder / failed / "attempts" / "01"
+    write_json(attempt / "end.json", {"state": "FAILED", "reason": "FAILED: x", "duration_s": 1.0})
+    console = Console(file=io.StringIO(), width=200)
+    run_on_slurm(console, expansion, start, False, "", Cluster())
+    assert failed not in job_ids(expansion.folder)
+    assert f"{failed} is left: FAILED: x" in console.file.getvalue()
 
 
 # The command line
