@@ -191,7 +191,10 @@ class CheckpointConfig(Strict):
 
 
 class WarmupConfig(Strict):
-    """A short supervised warm-up that makes the initial checkpoint which all arms and seeds share."""
+    """Supervised training (``python -m molt_core.sft``): the warm-up to the initial checkpoint that all arms and seeds share.
+
+    AdamW of betas 0.9 and 0.95, without decay, gradients clipped to norm 1.
+    """
 
     steps: int = Field(150, gt=0)
     rows_per_step: int = Field(32, gt=0)

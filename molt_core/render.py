@@ -7,13 +7,15 @@ patches. Both come from here, so that the forward passes agree on where an image
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from molt_core.data import Item
+from molt_core.models.load import END_OF_TURN
 from molt_core.types import ImageInput, Prompt
 
 _TEMPLATES_KEPT = 4096
@@ -46,7 +48,41 @@ class Renderer:
 
         Raises ValueError where the conversation's image places and the item's images differ in number.
         """
-        collapsed = self._template_ids(json.dumps(item.messages))
+        return self._prompt(item, index, self._template_ids(json.dumps(item.messages)))[0]
+
+    def conversation(self, item: Item, index: int) -> tuple[Prompt, list[tuple[int, int]]]:
+        """``item`` as a prompt, and which stretches of its tokens the assistant said in turns before: [start, stop) each.
+
+        By the chat template itself: what it adds to the messages before a turn, and to the opening of that turn, up to and
+        with the end of turn. The pieces are tokenised one by one, as they would have been sampled. Raises ValueError also where
+        the template rewrites an earlier turn, which was then never said as it stands there.
+        """
+        messages, ids, stretches, written = item.messages, [], [], ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            opened = self._text(messages[:number], opened=True)
+            closed = self._text(messages[: number + 1], opened=False)
+            end = closed.find(END_OF_TURN, len(opened)) + len(END_OF_TURN)
+            if not (closed.startswith(opened) and opened.startswith(written) and end > len(opened)):
+                raise ValueError(
+                    f"prompt {item.prompt_id}: the chat template writes message {number} otherwise when others follow it; "
+                    "train on conversations of one reply"
+                )
+            ids += self.encode(opened[len(written) :])
+            said = self.encode(closed[len(opened) : end])
+            stretches.append((len(ids), len(ids) + len(said)))
+            ids, written = ids + said, closed[:end]
+        text = self._text(messages, opened=True)
+        if not text.startswith(written):
+            raise ValueError(
+                f"prompt {item.prompt_id}: the chat template rewrites replies that others follow; train on conversations of one"
+            )
+        prompt, places = self._prompt(item, index, [*ids, *self.encode(text[len(written) :])])
+        return prompt, [(places[start], places[stop]) for start, stop in stretches]
+
+    def _prompt(self, item: Item, index: int, collapsed: Sequence[int]) -> tuple[Prompt, list[int]]:
+        """The prompt of ``collapsed``, one placeholder an image, and where each of its tokens went, and its end."""
         places = [i for i, token in enumerate(collapsed) if token == self._image_token]
         if len(places) != len(item.images):
             raise ValueError(
@@ -55,16 +91,19 @@ class Renderer:
             )
         token_ids: list[int] = []
         images: list[ImageInput] = []
+        lengths = np.ones(len(collapsed), int)
         cursor = 0
         for place, pixels in zip(places, item.images):
             token_ids += collapsed[cursor:place]
             images.append(self._image(pixels, start=len(token_ids)))
             token_ids += [self._image_token] * images[-1].length
+            lengths[place] = images[-1].length
             cursor = place + 1
         token_ids += collapsed[cursor:]
-        return Prompt(
+        prompt = Prompt(
             item.prompt_id, index, tuple(token_ids), tuple(images), item.answer, item.info
         )
+        return prompt, [0, *np.cumsum(lengths).tolist()]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -75,10 +114,13 @@ class Renderer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _render_template(self, messages: str) -> tuple[int, ...]:
-        text = self._tokenizer.apply_chat_template(
-            json.loads(messages), add_generation_prompt=True, tokenize=False
+        return tuple(self.encode(self._text(json.loads(messages), opened=True)))
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], opened: bool) -> str:
+        """The conversation as the chat template writes it; ``opened``: with the opening of the next reply."""
+        return self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=opened, tokenize=False
         )
-        return tuple(self.encode(text))
 
     def _image(self, pixels: np.ndarray, start: int) -> ImageInput:
         features = self._image_processor(

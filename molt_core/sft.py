@@ -1,4 +1,4 @@
-"""The warm-up: a short supervised run that makes the one initial checkpoint which all arms and seeds share.
+"""Supervised training: the warm-up that makes the one initial checkpoint which all arms and seeds share.
 
 A policy from random weights never emits an answer, and reinforcement learning has nothing to reinforce. So it is shown answers,
 of which only a share is right (``warmup.true_label_fraction``; the others are answers to other questions): it learns to answer,
@@ -6,25 +6,32 @@ and is left something to learn. Same configuration, same threads: same weights.
 
     python -m molt_core.sft CONFIG.yaml --out FOLDER
 
+The trainer is that of CONFIG (``trainer``), in as many processes on this machine as it has ranks: rows end to end in
+micro-batches, and a sum that does not depend on how they are cut, as in a run. Trained are the answer and its end of turn, and
+what the assistant says earlier in the row's conversation, by the chat template's own account (``Renderer.conversation``).
 FOLDER becomes a Hugging Face folder with ``warmup.json`` in it; it appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from molt_core.agents.base import make_grader
-from molt_core.config import RunConfig, WarmupConfig, load_run_config
+from molt_core.config import OptimizerConfig, RunConfig, WarmupConfig, load_run_config
 from molt_core.data import PromptSource, prompt_source
 from molt_core.models.load import (
     atomic_folder,
@@ -36,9 +43,11 @@ from molt_core.models.load import (
     save_policy,
 )
 from molt_core.render import Renderer
+from molt_core.train.backend import TrainBackend, backend_class
 from molt_core.train.collate import collate
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.policy import ActionPolicy
+from molt_core.train.split import split_rows, without_actions
 from molt_core.types import NOT_SAMPLED, Prompt, Trajectory, Turn
 
 WARMUP_STREAM = 1 << 32
@@ -54,62 +63,110 @@ def warm_up(config: RunConfig, out: Path, console: Console | None = None) -> dic
         raise ValueError("the configuration has no warmup section")
     if out.exists():
         raise FileExistsError(f"{out} exists; a finished warm-up is never made again in its place")
-    torch.manual_seed(config.warmup.seed)
     source = resolve_checkpoint(config.model, out.parent / "models")
-    renderer = Renderer(source)
-    policy = load_policy(source, config.model.dtype)
     excluded = torch.tensor(excluded_token_ids(source))
-    eos = eos_token_id(source)
-    losses = _train(config, policy, renderer, excluded, eos, console)
-    record = {
-        "steps": config.warmup.steps,
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-        "eval_reward": evaluate(
-            config, policy, renderer, excluded, eos, config.evaluation.temperature
-        ),
-        "eval_reward_sampled": evaluate(
-            config, policy, renderer, excluded, eos, config.rollout.sampling.temperature
-        ),
-    }
+    renderer, eos, sampling = Renderer(source), eos_token_id(source), config.rollout.sampling
     with atomic_folder(out) as folder:
-        save_policy(policy, source, folder)
-        record = {"content_hash": content_hash(folder), **record}
+        losses = _train(config, source, folder, console is not None)
+        policy = load_policy(folder, config.model.dtype)
+        torch.manual_seed(config.warmup.seed)
+        rewards = [
+            evaluate(config, policy, renderer, excluded, eos, temperature)
+            for temperature in (config.evaluation.temperature, sampling.temperature)
+        ]
+        record = {
+            "content_hash": content_hash(folder),
+            "steps": config.warmup.steps,
+            "loss_first": losses[0],
+            "loss_last": losses[-1],
+            "eval_reward": rewards[0],
+            "eval_reward_sampled": rewards[1],
+        }
         (folder / "warmup.json").write_text(json.dumps(record, indent=2) + "\n")
     return record
 
 
-def _train(
-    config: RunConfig,
-    policy: nn.Module,
-    renderer: Renderer,
-    excluded: torch.Tensor,
-    eos: int,
-    console: Console | None,
+def _train(config: RunConfig, source: Path, folder: Path, shown: bool) -> list[float]:
+    """Train in ``trainer.world_size`` processes, one of them this one where it is the only one; the losses."""
+    ranks = config.trainer.world_size
+    with tempfile.TemporaryDirectory() as place:
+        arguments = (config, source, folder, Path(place) / "rendezvous", shown)
+        if ranks == 1:
+            return _train_rank(0, *arguments)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(ranks, mp_context=context) as pool:
+            training = [pool.submit(_train_rank, rank, *arguments) for rank in range(ranks)]
+            return [losses.result() for losses in training][0]
+
+
+def _train_rank(
+    rank: int, config: RunConfig, source: Path, folder: Path, rendezvous: Path, shown: bool
 ) -> list[float]:
-    warmup = config.warmup
-    items = prompt_source(config.task, "train", WARMUP_STREAM + warmup.seed)
-    rng = np.random.default_rng((WARMUP_STREAM, warmup.seed))
-    model, distribution = ActionPolicy(policy.train()), ActionDistribution(1.0, excluded)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=warmup.lr, betas=(0.9, 0.95), weight_decay=0.0
+    """One rank's part of the training; rank 0 writes the weights into ``folder``. The loss of each step, over all ranks."""
+    warmup, trainer = config.warmup, config.trainer
+    torch.set_num_threads(trainer.threads)
+    if trainer.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if trainer.device == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=trainer.world_size,
     )
-    losses = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=console is None) as progress:
-        bar = progress.add_task("warm-up", total=warmup.steps)
-        for step in range(warmup.steps):
-            rows = supervised_rows(items, step * warmup.rows_per_step, warmup, rng, renderer, eos)
-            batch = collate(rows, merge_size=renderer.merge_size)
-            logprobs, _ = model(batch, distribution)
-            loss = -logprobs.mean()
-            loss.backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            progress.update(bar, advance=1, description=f"warm-up  loss {losses[-1]:.3f}")
-    return losses
+    try:
+        backend = backend_class(trainer.backend)(
+            source,
+            config.model.model_copy(update={"routing_replay": False}),
+            OptimizerConfig(lr=warmup.lr, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=1.0),
+            trainer,
+            warmup.steps,
+        )
+        renderer, eos = Renderer(source), eos_token_id(source)
+        excluded = torch.tensor(excluded_token_ids(source), device=trainer.device)
+        distribution = ActionDistribution(1.0, excluded)
+        items = prompt_source(config.task, "train", WARMUP_STREAM + warmup.seed)
+        rng = np.random.default_rng((WARMUP_STREAM, warmup.seed))
+        losses = []
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, disable=rank > 0 or not shown) as progress:
+            bar = progress.add_task("warm-up", total=warmup.steps)
+            for step in range(warmup.steps):
+                first = step * warmup.rows_per_step
+                rows = supervised_rows(items, first, warmup, rng, renderer, eos)
+                losses.append(_step(backend, rows, config, distribution, renderer.merge_size))
+                progress.update(bar, advance=1, description=f"warm-up  loss {losses[-1]:.3f}")
+        weights: Iterator[tuple[str, torch.Tensor]] = backend.named_weights()
+        if rank == 0:
+            save_policy(weights, source, folder)
+        else:
+            for _ in weights:  # takes part in gathering them
+                pass
+        return losses
+    finally:
+        dist.destroy_process_group()
+
+
+def _step(
+    backend: TrainBackend,
+    rows: Sequence[Trajectory],
+    config: RunConfig,
+    distribution: ActionDistribution,
+    merge_size: int,
+) -> float:
+    """One optimiser step on the mean of minus the log-probability over all trained tokens of ``rows``; that mean."""
+    count = sum(row.action_tokens for row in rows)
+    share = split_rows(rows, backend.data_size, config.trainer)[backend.data_rank]
+    total = torch.zeros((), dtype=torch.float64, device=config.trainer.device)
+    for number, part in enumerate(share):
+        own = [rows[i] for i in part] or [without_actions(rows[0])]
+        logprobs, _ = backend.action_logprobs(collate(own, merge_size=merge_size), distribution)
+        loss = -logprobs.sum() / count
+        backend.backward(loss, is_last=number == len(share) - 1)
+        total += loss.detach()
+    dist.all_reduce(total)
+    backend.optimizer_step()
+    # Ranks of one place (of a tensor-parallel group) have the same rows.
+    return float(total) * backend.data_size / dist.get_world_size()
 
 
 def supervised_rows(
@@ -127,7 +184,8 @@ def supervised_rows(
         answer = item.answer
         if rng.random() >= warmup.true_label_fraction:
             answer = items.item(int(rng.integers(len(items)))).answer
-        rows.append(_row(renderer.prompt(item, index), [*renderer.encode(str(answer)), eos]))
+        prompt, said = renderer.conversation(item, index)
+        rows.append(_row(prompt, [*renderer.encode(str(answer)), eos], said))
     return rows
 
 
@@ -184,18 +242,26 @@ def sample(
     return answers
 
 
-def _row(prompt: Prompt, answer_ids: Sequence[int]) -> Trajectory:
-    """A supervised row in the shape of a trajectory: the answer stands where sampled tokens would."""
-    start, stop = len(prompt.token_ids), len(prompt.token_ids) + len(answer_ids)
-    mask = np.arange(stop) >= start
+def _row(
+    prompt: Prompt, answer_ids: Sequence[int], said: Sequence[tuple[int, int]] = ()
+) -> Trajectory:
+    """A supervised row in the shape of a trajectory: what the assistant says stands where sampled tokens would.
+
+    said: spans of the prompt that it said before.
+    """
+    length = len(prompt.token_ids) + len(answer_ids)
+    spans = (*said, (len(prompt.token_ids), length))
+    mask = np.zeros(length, bool)
+    for start, stop in spans:
+        mask[start:stop] = True
     return Trajectory(
         token_ids=np.array([*prompt.token_ids, *answer_ids], dtype=np.int32),
-        prompt_length=start,
+        prompt_length=spans[0][0],
         action_mask=mask,
-        logprobs=np.zeros(stop, np.float32),
+        logprobs=np.zeros(length, np.float32),
         versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
-        mixed=np.zeros(stop, bool),
-        turns=(Turn(start, stop, {}, 0, "supervised"),),
+        mixed=np.zeros(length, bool),
+        turns=tuple(Turn(start, stop, {}, 0, "supervised") for start, stop in spans),
         images=prompt.images,
     )
 

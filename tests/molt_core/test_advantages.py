@@ -280,6 +280,15 @@ def test_segments_of_a_rollout_share_its_one_reward_and_one_weight():
     assert [r.advantages.tolist() for r in out] == [pytest.approx(a, abs=1e-6) for a in expected]
 
 
+@pytest.mark.parametrize(
+    "estimator",
+    [*GROUP_ESTIMATORS, flash_reinforce, reinforce_pp, gae, on_policy_distillation],
+)
+def test_a_batch_without_a_sampled_token_has_no_advantage_and_is_no_error(estimator):
+    nothing = tokens([1.0, 0.0], [0, 0], [0, 0], [], [], [], [])
+    assert estimator(nothing, CONFIG).shape == (0,)
+
+
 def test_a_group_with_a_lost_member_is_compared_with_those_left():
     whole = group(0, rewards=(0.0, 1.0, 2.0))
     left = replace(whole, rollouts=whole.rollouts[:2])

@@ -1,6 +1,7 @@
 """Rendering equals transformers' own processor; positions equal transformers' own get_rope_index."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,3 +121,40 @@ def test_rendering_a_prompt_takes_less_than_two_milliseconds(renderer):
         renderer.prompt(item, 0)
         durations.append(time.perf_counter() - start)
     assert np.median(durations) < 2e-3
+
+
+def _conversation(shapes):
+    """Two replies, pictures before the first and the last question, and the question that is open."""
+    first, opened = _item(shapes), {"role": "user", "content": [{"type": "text", "text": "sure?"}]}
+    replies = ("red <b>", "a square")
+    said = [{"role": "assistant", "content": reply} for reply in replies]
+    messages = (*first.messages, said[0], opened, said[1], *first.messages[1:])
+    return replace(first, messages=messages, images=2 * first.images), replies
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_a_conversation_is_the_prompt_and_says_where_the_assistant_spoke(folder, renderer, shapes):
+    item, replies = _conversation(shapes)
+    prompt, stretches = renderer.conversation(item, 3)
+    _, expected = _reference(folder, item)
+    assert list(prompt.token_ids) == expected.input_ids[0].tolist()
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    assert [tokenizer.decode(prompt.token_ids[slice(*s)]) for s in stretches] == [
+        f"{reply}<|im_end|>" for reply in replies
+    ]
+    assert (prompt.index, prompt.answer, len(prompt.images)) == (3, "red", 2 * len(shapes))
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused(folder):
+    renderer = Renderer(folder)
+    renderer._tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ 'short' if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
+    )
+    turns = [{"role": r, "content": "long"} for r in ("user", "assistant", "user")]
+    with pytest.raises(ValueError, match="prompt q: the chat template rewrites replies"):
+        renderer.conversation(Item("q", tuple(turns)), 0)
+    more = (*turns, {"role": "assistant", "content": "x"}, turns[0])
+    with pytest.raises(ValueError, match="prompt q: the chat template writes message 3 otherwise"):
+        renderer.conversation(Item("q", more), 0)

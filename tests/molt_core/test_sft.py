@@ -9,12 +9,15 @@ import typer
 from typer.testing import CliRunner
 
 from molt_core import sft
-from molt_core.config import RunConfig, WarmupConfig
-from molt_core.data import prompt_source
+from molt_core.config import RunConfig, TrainerConfig, WarmupConfig
+from molt_core.data import Item, PromptSource, prompt_source
 from molt_core.models.load import content_hash, eos_token_id, excluded_token_ids, load_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.render import Renderer
 from molt_core.train.collate import collate
+from tests.harness.trainer_cases import oracle_logits
+
+MEGATRON = "harness.baselines.megatron_core:MegatronCoreBackend"
 
 
 def _config(**warmup):
@@ -96,6 +99,60 @@ def test_answers_and_the_end_of_turn_are_what_is_trained(renderer):
         assert tuple(row.token_ids[: row.prompt_length]) == prompt.token_ids
         trained = row.token_ids[row.action_mask].tolist()
         assert trained == [*renderer.encode(items.item(number).answer), 374]
+
+
+def test_every_reply_of_a_conversation_is_trained_and_nothing_else(renderer):
+    turns = [("user", "what color?"), ("assistant", "red"), ("user", "sure?")]
+    messages = tuple({"role": role, "content": text} for role, text in turns)
+    items = PromptSource(lambda number: Item("q", messages, answer="blue"), 1, None)
+    warmup = WarmupConfig(rows_per_step=1, true_label_fraction=1.0)
+    (row,) = sft.supervised_rows(items, 0, warmup, np.random.default_rng(0), renderer, eos=374)
+    spoken = [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns]
+    assert spoken == [[*renderer.encode(reply), 374] for reply in ("red", "blue")]
+    assert row.token_ids[row.action_mask].tolist() == sum(spoken, [])
+
+
+LAYOUTS = {
+    "one rank, row by row": {"micro_batch_rows": 1},
+    "one rank, Megatron-Core": {"backend": MEGATRON, "max_tokens_per_micro_batch": 64},
+    "two ranks, three rows": {"world_size": 2, "micro_batch_rows": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(renderer, tmp_path_factory):
+    """The same rows through transformers and AdamW: the mean over all trained tokens, in one pass."""
+    source = build_tiny_qwen3_vl_moe(tmp_path_factory.mktemp("plain") / "policy")
+    policy, excluded = load_policy(source), list(excluded_token_ids(source))
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.0)
+    items = prompt_source(_config().task, "train", sft.WARMUP_STREAM)
+    rng, losses = np.random.default_rng((sft.WARMUP_STREAM, 0)), []
+    for step in range(3):
+        warmup, eos = _config(rows_per_step=7).warmup, eos_token_id(source)
+        rows = sft.supervised_rows(items, 7 * step, warmup, rng, renderer, eos)
+        logits = oracle_logits(policy, rows)
+        logits[:, excluded] = -torch.inf
+        loss = torch.nn.functional.cross_entropy(logits, collate(rows).action_ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step(), optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, dict(policy.named_parameters())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("trainer", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_trainer_and_layout_takes_the_plain_trainers_steps(plain, trainer, tmp_path):
+    losses, expected = plain
+    config = _config(steps=3, rows_per_step=7).model_copy(
+        update={"trainer": TrainerConfig.model_validate(trainer)}
+    )
+    record = sft.warm_up(config, tmp_path / "out")
+    assert record["loss_first"] == pytest.approx(losses[0], rel=1e-5)
+    assert record["loss_last"] == pytest.approx(losses[-1], rel=1e-4)
+    for name, weight in load_policy(tmp_path / "out").named_parameters():
+        # AdamW turns rounding of a gradient near 0 into a part of its step, which is 1e-3.
+        assert float((weight - expected[name]).abs().max()) < 1e-4, name
 
 
 def test_items_are_no_run_seeds_items(monkeypatch, tmp_path):
