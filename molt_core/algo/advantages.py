@@ -96,8 +96,9 @@ def reinforce_pp(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor
     """REINFORCE++: discounted return of a token-level reward, whitened over all sampled tokens of the batch.
 
     ``r_t = -kl.coef (log pi - log pi_ref)_t + R [t last]``, ``G_t = r_t + gamma G_{t+1}``, ``A = (G - mean) / std``
-    (biased std, variance not below 1e-8). Hu 2025 (arXiv 2501.03262), section 3. t counts sampled tokens only, over all
-    segments: a tool's answer is not a step. Raises ValueError for a KL coefficient without a reference policy.
+    (biased std, variance not below 1e-8). Hu 2025 (arXiv 2501.03262), section 3. pi is the policy that sampled the token. t
+    counts sampled tokens only, over all segments: a tool's answer is not a step. Raises ValueError for a KL coefficient without
+    a reference policy.
     """
     rewards = _token_rewards(tokens, config)
     return _whitened(discounted_returns(rewards, tokens.rollout, config.gamma)).float()
@@ -134,7 +135,8 @@ def on_policy_distillation(tokens: RolloutTokens, config: AlgorithmConfig) -> to
     """``log pi_teacher - log pi`` token by token: the reverse KL to a teacher as an immediate reward; the task's is not used.
 
     Agarwal et al. 2024 (arXiv 2306.13649), reverse KL on the student's own samples, by the score-function estimator; k1 is
-    the exact one as a reward (see ``kl``). Raises ValueError without a teacher.
+    the exact one as a reward (see ``kl``). pi is the policy that sampled the token: exact without lag, and with it biased as
+    far as the policy has moved since, which no importance correction sees. Raises ValueError without a teacher.
     """
     if tokens.teacher_logprobs is None:
         raise ValueError(

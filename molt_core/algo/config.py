@@ -22,6 +22,14 @@ BUILT_IN_WITHOUT_CRITIC = (
     "on_policy_distillation",
 )
 WITHOUT_TOKEN_REWARD = (*GROUP_ESTIMATORS, "flash_reinforce", "on_policy_distillation")
+NOT_READ_BY = {
+    "gamma": ("advantage", WITHOUT_TOKEN_REWARD),
+    "gae_lambda": ("advantage", BUILT_IN_WITHOUT_CRITIC),
+    "clip_low": ("loss", ("cispo", "policy_gradient")),
+    "clip_high": ("loss", ("policy_gradient",)),
+    "dual_clip": ("loss", ("gspo", "cispo", "policy_gradient")),
+}
+"""Options of ``AlgorithmConfig``, and the built-in choices that they mean nothing to."""
 
 
 CORRECTION_SCHEMES: dict[str, dict[str, object]] = {
@@ -161,7 +169,7 @@ class AlgorithmConfig(Strict):
     plugins: tuple[str, ...] = Field(
         (), description="Python files that register estimators or losses"
     )
-    clip_low: float = Field(0.2, ge=0)
+    clip_low: float = Field(0.2, ge=0, le=1)
     clip_high: float = Field(0.28, ge=0)
     dual_clip: float | None = Field(
         None, gt=1, description="bound on the ratio in clipped losses of negative advantage"
@@ -224,10 +232,13 @@ class AlgorithmConfig(Strict):
 
     @model_validator(mode="after")
     def _no_option_without_effect(self) -> AlgorithmConfig:
-        if self.dual_clip is not None and self.loss in ("gspo", "cispo", "policy_gradient"):
-            raise ValueError(
-                f"algorithm.dual_clip belongs to algorithm.loss: clipped; {self.loss} does not read it"
-            )
+        for option, (chooser, unread_by) in NOT_READ_BY.items():
+            changed = getattr(self, option) != type(self).model_fields[option].default
+            if changed and getattr(self, chooser) in unread_by:
+                raise ValueError(
+                    f"algorithm.{option} is not read by algorithm.{chooser}: {getattr(self, chooser)}; remove it, or choose "
+                    "one that reads it"
+                )
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
                 f"algorithm.dual_clip {self.dual_clip} must lie above 1 + clip_high, {1 + self.clip_high:g}"

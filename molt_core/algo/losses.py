@@ -64,8 +64,8 @@ def clipped(
     """PPO's clipped surrogate, with the asymmetric clip of DAPO and, where ``dual_clip`` c is set, the dual clip.
 
     ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r = policy over proximal policy; for A < 0 not above ``-c A``.
-    Schulman et al. 2017 (arXiv 1707.06347), equation 7; asymmetric bounds: Yu et al. 2025 (arXiv 2503.14476), equation 10;
-    dual clip: Ye et al. 2020 (arXiv 1912.09729), "dual-clip PPO".
+    Schulman et al. 2017 (arXiv 1707.06347), equation 7; asymmetric bounds: Yu et al. 2025 (arXiv 2503.14476),
+    "Clip-Higher"; dual clip: Ye et al. 2020 (arXiv 1912.09729), "dual-clip PPO".
     """
     loss, metrics = _clipped_surrogate(
         ratio(tokens.logprobs, tokens.proximal_logprobs), tokens, config
@@ -82,8 +82,8 @@ def gspo(
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """The clipped surrogate of one ratio a rollout, ``s = exp(mean_t log r_t)``, the geometric mean of its token ratios.
 
-    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`` for each token. Zheng et al. 2025 (arXiv 2507.18071), equations 5
-    and 7; with ``aggregation: sequence_mean`` the sum over tokens is equation 5 itself. The mean runs over all segments.
+    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`` for each token. Zheng et al. 2025 (arXiv 2507.18071), equation 5;
+    with ``aggregation: sequence_mean`` the sum over tokens is that equation itself. The mean runs over all segments.
     """
     logs = log_ratio(tokens.logprobs, tokens.proximal_logprobs)
     return _clipped_surrogate(sequence_mean(logs, tokens.sequence).exp(), tokens, config)
@@ -107,7 +107,7 @@ def cispo(
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """The policy gradient under a bounded importance weight: no token's gradient is cut off.
 
-    ``-min(r, 1 + clip_high) A log pi``, the weight without gradient. MiniMax 2025 (arXiv 2506.13585), equations 4 and 5,
+    ``-min(r, 1 + clip_high) A log pi``, the weight without gradient. MiniMax 2025 (arXiv 2506.13585), objective "CISPO",
     without a lower bound as in the runs of that paper: ``clip_low`` is not used.
     """
     r = ratio(tokens.logprobs.detach(), tokens.proximal_logprobs)

@@ -18,7 +18,7 @@ def lr_factor(step: int, total_steps: int, config: OptimizerConfig) -> float:
     """Factor on ``config.lr`` for optimiser step ``step`` (0-based) of ``total_steps``.
 
     Linear warm-up over ``warmup_steps`` reaches 1 at step ``warmup_steps - 1``; "linear" and "cosine" then fall towards 0,
-    which they would reach at step ``total_steps``; cosine: Loshchilov and Hutter 2017 (arXiv 1608.03983), equation 5.
+    which they would reach at step ``total_steps``; cosine: Loshchilov and Hutter 2017 (arXiv 1608.03983), "cosine annealing".
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

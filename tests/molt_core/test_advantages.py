@@ -111,14 +111,14 @@ def test_flash_reinforce_compares_with_the_batch_one_weight_a_rollout():
 def test_gae_by_hand():
     # gamma 0.5, lambda 0.5, reward 8 at the end. V 1, 2, 4. Deltas 0 + 1 - 1 = 0, 0 + 2 - 2 = 0, 8 - 4 = 4.
     # A_3 = 4, A_2 = 0 + 0.25 * 4 = 1, A_1 = 0.25. The second rollout knows nothing of the first: 3 - 1 = 2.
-    config = AlgorithmConfig(gamma=0.5, gae_lambda=0.5)
+    config = AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5)
     out = gae(tokens([8, 3], [0, 1], [3, 1], values=[1.0, 2.0, 4.0, 1.0]), config)
     assert out.tolist() == pytest.approx([0.25, 1.0, 4.0, 2.0])
 
 
 def test_a_critic_is_trained_towards_its_value_plus_the_advantage_of_gae():
     # The numbers above: 1 + 0.25, 2 + 1, 4 + 4, 1 + 2, whatever the estimator makes of them.
-    config = AlgorithmConfig(advantage="grpo", gamma=0.5, gae_lambda=0.5)
+    config = AlgorithmConfig(advantage="my_own", gamma=0.5, gae_lambda=0.5)
     out = lambda_returns(tokens([8, 3], [0, 1], [3, 1], values=[1.0, 2.0, 4.0, 1.0]), config)
     assert out.tolist() == pytest.approx([1.25, 3.0, 8.0, 3.0])
 
@@ -145,7 +145,7 @@ def test_without_a_critic_a_rollout_has_neither_values_nor_returns():
 def test_gae_of_lambda_one_is_the_return_minus_the_value(batch, gamma):
     rewards, groups, lengths = batch
     values = torch.linspace(-1, 1, sum(lengths)).tolist()
-    config = AlgorithmConfig(gamma=gamma, gae_lambda=1.0)
+    config = AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=1.0)
     rollout = torch.repeat_interleave(torch.tensor(lengths))
     paid, last = torch.zeros(sum(lengths), dtype=torch.float64), np.cumsum(lengths) - 1
     for reward, length, place in zip(rewards, lengths, last):
