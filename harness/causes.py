@@ -51,7 +51,7 @@ CAUSES = {
     "TIMEOUT": Cause(
         "accident",
         "over its time limit",
-        "Raise resources.time_limit (the next attempt has the new one), then `python -m harness.retry`.",
+        "Raise resources.time_limit in the YAML, submit (the run takes the new limit over), then `python -m harness.retry`.",
     ),
     "INFRA": Cause(
         "accident",
@@ -71,18 +71,33 @@ CAUSES = {
     "HANG": Cause(
         "outcome",
         "no progress within the bound; every process's stack is in the attempt's stacks/",
-        "Read the stacks. Where a slow phase is right, raise resources.hang_after_s and `retry --force`.",
+        "Read the stacks. Where a slow phase is right, raise resources.hang_after_s in the YAML, submit, then `retry --force`.",
     ),
     "DIVERGED": Cause(
         "outcome",
         "the loss or the gradient stopped being a number",
         "A result of this system and seed; the analysis counts it. A lower optimizer.lr is another experiment.",
     ),
+    "EVERYTHING_DROPPED": Cause(
+        "outcome",
+        "no group survived its filters, so there was nothing left to train on",
+        "See the rewards and rollout.drop_zero_variance; the analysis counts it as it is.",
+    ),
+    "ENGINE": Cause(
+        "outcome",
+        "the engine that generates failed, and no sign says that the machine was at fault",
+        "Read the engine's last words. Trying the same again is `retry --force`, which is marked.",
+    ),
+    "WORKER_DIED": Cause(
+        "outcome",
+        "a process of the run died, and no sign says that the machine was at fault",
+        "Read the last words of trainer and engine. Trying the same again is `retry --force`, which is marked.",
+    ),
 }
 JUDGED = Cause(
     "outcome",
-    "the run's own judgement",
-    "A result of this system and seed; the analysis counts it.",
+    "a rule of the trainer's was broken, and it stopped rather than go on wrongly",
+    "A defect: read the error. A mended program is a new run: submit. The same again: `retry --force`, which is marked.",
 )
 
 _OOM = re.compile(r"out of memory|OutOfMemory|\bMemoryError|Cannot allocate memory", re.IGNORECASE)
@@ -103,7 +118,7 @@ _PORT = re.compile(
 
 
 def cause(state: str) -> Cause:
-    """The cause of that name; any other word is the run's own judgement."""
+    """The cause of that name; any other word is an invariant of the trainer's."""
     return CAUSES.get(state, JUDGED)
 
 

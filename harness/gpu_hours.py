@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from harness.requeue import job_of
 from harness.run_folder import RunFolder, read_json, run_folders, scale_folders
 from harness.scheduler import SlurmError, ask_slurm
-from harness.slurm import job_ids
 
 
 @dataclass(frozen=True)
@@ -87,32 +87,38 @@ def split_steps(metrics: Path) -> tuple[float, float]:
 
 def costs(scale_folder: Path) -> list[Cost]:
     """One row an arm, warm-up and conformance among them, in the order of names."""
-    ids = job_ids(scale_folder)
-    accounted = allocations(ids.values())
     by_system: dict[str, list[RunFolder]] = {}
     for folder in run_folders(scale_folder):
         by_system.setdefault(folder.run["system"], []).append(folder)
-    return [_cost(system, runs, ids, accounted) for system, runs in sorted(by_system.items())]
+    ids = {job for runs in by_system.values() for run in runs for job in _attempts(run)} - {None}
+    accounted = allocations(ids)
+    return [_cost(system, runs, accounted) for system, runs in sorted(by_system.items())]
 
 
-def _cost(
-    system: str,
-    runs: list[RunFolder],
-    ids: dict[str, str],
-    accounted: dict[str, tuple[float, int, int]],
-) -> Cost:
+def _attempts(folder: RunFolder) -> dict[str | None, list[Path]]:
+    """The run's attempts by their job of Slurm, None for those of a machine's own queue."""
+    found: dict[str | None, list[Path]] = {}
+    for attempt in folder.attempts:
+        found.setdefault(job_of(read_json(attempt / "start.json") or {}), []).append(attempt)
+    return found
+
+
+def _cost(system: str, runs: list[RunFolder], accounted: dict[str, tuple[float, int, int]]) -> Cost:
     total = stands = again = 0.0
     unit, source, attempts = "CPU h", "attempts", 0
     for folder in runs:
         asked = folder.run["resources"]
         nodes = asked.get("nodes", 1)
         devices = nodes * asked.get("devices_per_node", 0)
-        seconds, gpus, cpus = accounted.get(ids.get(folder.name, ""), (None, 0, 0))
-        if seconds is None:
-            ends = [read_json(attempt / "end.json") or {} for attempt in folder.attempts]
-            seconds = sum(end.get("duration_s", 0.0) for end in ends)
-        else:
-            source = "sacct"
+        seconds, gpus, cpus = 0.0, 0, 0
+        for job, attempts_of_job in _attempts(folder).items():
+            if job in accounted:
+                elapsed, job_gpus, job_cpus = accounted[job]
+                seconds, gpus, cpus = seconds + elapsed, max(gpus, job_gpus), max(cpus, job_cpus)
+                source = "sacct"
+            else:
+                ends = [read_json(attempt / "end.json") or {} for attempt in attempts_of_job]
+                seconds += sum(end.get("duration_s", 0.0) for end in ends)
         unit = "GPU h" if gpus or devices else "CPU h"
         width = gpus or devices or cpus or nodes * asked.get("cpus_per_node", 1)
         kept, repeated = split_steps(folder.metrics)

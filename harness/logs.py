@@ -5,6 +5,7 @@ The output of the last attempt; -f follows it, over into the next attempt, until
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -65,8 +66,24 @@ def slurm_log(folder: RunFolder) -> Path:
     return path
 
 
+def attempt_log(folder: RunFolder, attempt: int | None) -> Path:
+    """What the command of that attempt, or of the last, has said. Raises FileNotFoundError that says what there is."""
+    attempts = {int(path.name): path for path in folder.attempts}
+    if not attempts:
+        raise FileNotFoundError(f"{folder.name} has not been started: there is no log of it")
+    path = attempts.get(max(attempts) if attempt is None else attempt)
+    if path is None:
+        there = ", ".join(map(str, attempts))
+        raise FileNotFoundError(f"{folder.name} has no attempt {attempt}; there is {there}")
+    if not (path / "output.log").exists():
+        raise FileNotFoundError(f"{folder.name}: attempt {path.name} has said nothing")
+    return path / "output.log"
+
+
 def main(
     run: Annotated[str, typer.Argument(help="a run's name, or a part that only it has")],
+    experiment: Annotated[str | None, typer.Option(help="only of this experiment")] = None,
+    scale: Annotated[str | None, typer.Option(help="only of this scale")] = None,
     follow_: Annotated[
         bool, typer.Option("--follow", "-f", help="go on while the run does")
     ] = False,
@@ -75,24 +92,31 @@ def main(
         bool, typer.Option("--slurm", help="what Slurm and the job said, not the command")
     ] = False,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="for machines: one object with file and lines")
+    ] = False,
 ) -> None:
     """Print a run's log, whatever bytes are in it.
 
     Exit codes: 0 shown; 2 there is no such run, attempt or log.
     """
+    if follow_ and (slurm or as_json or attempt is not None):
+        typer.echo("-f follows from attempt to attempt: no --attempt, --slurm, --json", err=True)
+        raise typer.Exit(2)
     try:
-        folder = find_run(runs, run)
+        folder = find_run(runs, run, experiment, scale)
         if follow_:
             for data in follow(folder):
                 sys.stdout.buffer.write(data)
                 sys.stdout.flush()
             return
-        if slurm:
-            path = slurm_log(folder)
+        path = slurm_log(folder) if slurm else attempt_log(folder, attempt)
+        said = path.read_bytes()
+        if as_json:
+            lines = said.decode(errors="replace").splitlines()
+            print(json.dumps({"run": folder.name, "file": str(path), "lines": lines}))
         else:
-            number = attempt if attempt is not None else len(folder.attempts)
-            path = folder.path / "attempts" / f"{number:02d}" / "output.log"
-        sys.stdout.buffer.write(path.read_bytes())
+            sys.stdout.buffer.write(said)
     except FileNotFoundError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error

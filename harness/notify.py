@@ -2,17 +2,17 @@
 
 Where to is in the variable MOLT_NOTIFY, so that no address and no secret is in a file: ``mailto:me@example.org`` (by the
 machine's sendmail) or the URL of a webhook, which is POSTed ``{"text": ...}``. Jobs send: one message for each run that ends
-otherwise than well and does not go back into the queue, one when the last run of an experiment has ended. A message that cannot
-be sent is a line in the job's log and changes nothing else.
+otherwise than well and does not go back into the queue, one when the last of those that were asked for has ended. A message
+that cannot be sent is a line in the job's log and changes nothing else.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from email.message import EmailMessage
 from typing import Annotated
@@ -20,7 +20,10 @@ from typing import Annotated
 import typer
 
 from harness.identity import digest
+from harness.requeue import job_of
 from harness.run_folder import RunFolder, read_json
+from harness.slurm import job_ids
+from harness.status import is_asked_for
 
 VARIABLE = "MOLT_NOTIFY"
 PATIENCE_S = 10.0
@@ -46,7 +49,12 @@ def send(text: str, where: str) -> None:
             urllib.request.urlopen(request, timeout=PATIENCE_S).close()
         else:
             raise CannotTell(f"{VARIABLE} is neither mailto:ADDRESS nor an http URL")
-    except (OSError, subprocess.SubprocessError, urllib.error.URLError) as error:
+    except (
+        OSError,  # urllib's own errors are some of these
+        subprocess.SubprocessError,
+        http.client.HTTPException,
+        ValueError,  # what is no URL after all
+    ) as error:
         raise CannotTell(f"{type(error).__name__}: {error}") from error
 
 
@@ -61,19 +69,29 @@ def messages(folder: RunFolder, goes_back: bool) -> list[str]:
         told.append(
             f"{experiment}: {folder.name} {end['reason']}\npython -m harness.why {folder.name}"
         )
-    every = [
-        RunFolder(scale / name)
-        for name in (read_json(scale / "queue.json") or {"order": []})["order"]
-    ]
-    if all(run.done is not None or _ended(run) for run in every) and _first(folder, every):
+    queue, jobs = read_json(scale / "queue.json") or {"order": []}, job_ids(scale)
+    work = queue.get("work", {})
+    every = [RunFolder(scale / name) for name in queue["order"] if name in work or name in jobs]
+    if all(_ended(run, work, jobs) for run in every) and _first(folder, every):
         done = sum(run.done is not None for run in every)
         told.append(f"{experiment}: all has ended, {done} of {len(every)} runs done")
     return told
 
 
-def _ended(run: RunFolder) -> bool:
+def _ended(run: RunFolder, work: dict[str, int], jobs: dict[str, str]) -> bool:
+    """True where nothing that was asked for will still start ``run``; of one whose need was lost, nothing will."""
+    if run.done is not None:
+        return True
+    if any(need.done is None and _ended(need, work, jobs) for need in run.needs):
+        return True
     end = run.end
-    return end is not None and not end.get("requeued")
+    if end is None or end.get("requeued"):
+        return False
+    if (
+        run.name in jobs
+    ):  # one job an attempt, and requeues of it: a later job is another attempt to come
+        return jobs[run.name] == job_of(read_json(run.attempts[-1] / "start.json") or {})
+    return not is_asked_for(run, work)
 
 
 def _first(folder: RunFolder, every: list[RunFolder]) -> bool:

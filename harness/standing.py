@@ -50,8 +50,9 @@ _down: dict[Path, tuple[float, str]] = {}
 
 def standings(scale_folder: Path, fresh: bool = False) -> dict[str, Standing]:
     """Run name -> how its last job stands, for every run that was sent to Slurm and whose folder leaves it open."""
-    ids = job_ids(scale_folder)
-    if not ids:
+    sent = job_ids(scale_folder)
+    ids = {name: job for name, job in sent.items() if RunFolder(scale_folder / name).done is None}
+    if not ids:  # then nobody need be asked, who may not answer
         return {}
     failed_at, down = _down.get(scale_folder, (-math.inf, ""))
     known: dict[str, Job] = {}

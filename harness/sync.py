@@ -6,11 +6,13 @@ at the lowest priority. Look at the result with ``mlflow ui --backend-store-uri 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -98,6 +100,7 @@ def main(
         str | None, typer.Option(help="MLflow store; default: mlflow.db beside the runs")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="go on while runs work or wait")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines, on stdout")] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
     create: Annotated[bool, typer.Option("--create", hidden=True)] = False,
 ) -> None:
@@ -121,21 +124,27 @@ def main(
     except FileNotFoundError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
-    for folder in folders:
-        try:
-            with hold(folder / "sync.lock"):
-                tracker = Tracker(folder, uri)
-                written = tracker.sync()
-                while follow and (until_eof or at_work(folder)) and not stop.wait(FOLLOW_S):
-                    written += tracker.sync()
-                if until_eof:
-                    wait_for_jobs(folder)
-                written += tracker.sync()
-        except Busy as error:
-            typer.echo(f"{folder}: another sync is at work: {error}")
-            continue
-        where = f"{folder.parent.name}/{folder.name}"
-        typer.echo(f"{where}: {written} new records, store {redact(uri)}")
+    with ExitStack() as held:
+        trackers = {}
+        for folder in folders:
+            try:
+                held.enter_context(hold(folder / "sync.lock"))
+                trackers[folder] = Tracker(folder, uri)
+            except Busy as error:
+                typer.echo(f"{folder}: another sync is at work: {error}", err=as_json)
+        written = {folder: tracker.sync() for folder, tracker in trackers.items()}
+        while follow and (until_eof or any(map(at_work, trackers))) and not stop.wait(FOLLOW_S):
+            for folder, tracker in trackers.items():
+                written[folder] += tracker.sync()
+        for folder, tracker in trackers.items():
+            if until_eof:
+                wait_for_jobs(folder)
+            written[folder] += tracker.sync()
+    counts = {f"{folder.parent.name}/{folder.name}": count for folder, count in written.items()}
+    if as_json:
+        print(json.dumps({"store": redact(uri), "new_records": counts}))
+    for where, count in counts.items() if not as_json else ():
+        typer.echo(f"{where}: {count} new records, store {redact(uri)}")
 
 
 if __name__ == "__main__":

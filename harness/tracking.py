@@ -178,7 +178,8 @@ class Tracker:
             "scale": self.folder.name,
         }
         runs = [folder.run for folder in run_folders(self.folder)]
-        replicates = [run for run in runs if run["role"] in ("candidate", "baseline")]
+        # Of a part of the experiment (submit --only) there may be none yet.
+        replicates = [run for run in runs if run["role"] in ("candidate", "baseline")] or runs
         shared = {k: v for k, v in replicates[0]["config"].items() if k not in ("trainer", "seed")}
         return self._create(tags, flatten(shared))
 

@@ -30,6 +30,14 @@ PARTS = {
     "engine": re.compile(r"engine|vllm|gpu_?worker|cpu_?worker|rollout", re.IGNORECASE),
     "agents": re.compile(r"agent|env", re.IGNORECASE),
 }
+WAITING = {
+    "JobHeldUser": "`scontrol release {job}` lets it go.",
+    "JobHeldAdmin": "Ask the cluster's people; they hold it.",
+    "launch failed requeued held": "See what failed on its node, then `scontrol release {job}`.",
+    "BadConstraints": "Take nodes out of the profile's exclude, then `python -m harness.cancel` it and submit again.",
+    "DependencyNeverSatisfied": "See the run it needs first.",
+}
+"""What to do where a job waits for more than its turn, by Slurm's word for it."""
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 ERROR = re.compile(r"(Error|Exception|Traceback|FATAL|CRITICAL|Killed|Aborted|Fatal Python)\b")
 
@@ -49,23 +57,37 @@ class Account:
 
     @property
     def advice(self) -> str:
+        stuck = (do for word, do in WAITING.items() if f"({word})" in self.status.why)
         return {
             "RUNNING": "Nothing: it works.",
-            "WAITING": "Nothing: Slurm or the queue will start it.",
+            "WAITING": next(stuck, "Nothing: Slurm or the queue will start it.").format(
+                job=self.status.job
+            ),
             "PLANNED": "Submit it.",
             "UNKNOWN": "Look again when the scheduler answers. Nobody has called it dead.",
         }.get(self.status.state, cause(self.status.state).advice)
 
 
-def find_run(runs_dir: Path, name: str) -> RunFolder:
-    """The one run whose name is, or contains, ``name``. Raises FileNotFoundError that names what there is."""
-    every = [run for folder in scale_folders(runs_dir) for run in run_folders(folder)]
+def find_run(
+    runs_dir: Path, name: str, experiment: str | None = None, scale: str | None = None
+) -> RunFolder:
+    """The one run whose name is, or contains, ``name``; runs of the last submit before those of earlier code or protocol.
+
+    Raises FileNotFoundError that names what there is.
+    """
+    folders = scale_folders(runs_dir, experiment, scale)
+    every = [run for folder in folders for run in run_folders(folder)]
     exact = [run for run in every if run.name == name]
-    found = exact or [run for run in every if name in run.name]
+    partly = [run for run in every if name in run.name]
+    order = {f: (read_json(f / "queue.json") or {"order": []})["order"] for f in folders}
+    current = [run for run in partly if run.name in order[run.path.parent]]
+    found = exact or current or partly
     if len(found) == 1:
         return found[0]
     listed = ", ".join(run.name for run in found or every)
-    problem = "no run's name contains it" if not found else f"{len(found)} runs have it"
+    problem = "no run's name contains it"
+    if found:
+        problem = f"{len(found)} runs have it (--experiment and --scale tell them apart, or more of the name)"
     raise FileNotFoundError(f"{name}: {problem}; there is {listed}")
 
 
@@ -172,6 +194,8 @@ def show(console: Console, told: Account) -> None:
 
 def main(
     run: Annotated[str, typer.Argument(help="a run's name, or a part that only it has")],
+    experiment: Annotated[str | None, typer.Option(help="only of this experiment")] = None,
+    scale: Annotated[str | None, typer.Option(help="only of this scale")] = None,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="for machines, on stdout")] = False,
 ) -> None:
@@ -180,7 +204,7 @@ def main(
     Exit codes: 0 told; 2 there is no such run.
     """
     try:
-        told = account(find_run(runs, run))
+        told = account(find_run(runs, run, experiment, scale))
     except FileNotFoundError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error

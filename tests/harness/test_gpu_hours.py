@@ -36,3 +36,23 @@ def test_without_accounting_the_attempts_count(make_run):
         2,
         "attempts",
     )
+
+
+def test_every_job_that_worked_at_a_run_counts(make_run, monkeypatch):
+    """A first job of an hour, a second of half of one, both on 2 GPUs, and a last attempt that no accounting knows: 1 h."""
+    folder = make_run(devices_per_node=2)
+    asked = []
+
+    def sacct(*command):
+        asked.append(command[-1])
+        return "7_0|3600|gres/gpu=2\n9_0|1800|gres/gpu=2\n"
+
+    monkeypatch.setattr("harness.gpu_hours.ask_slurm", sacct)
+    for job in ("7_0", "9_0", "11_0"):
+        array, task = job.split("_")
+        start = {"slurm_array_job_id": array, "slurm_array_task_id": task}
+        write_json(folder.new_attempt() / "start.json", start)
+        write_json(folder.attempts[-1] / "end.json", {"state": "KILLED", "duration_s": 3600.0})
+    (row,) = costs(folder.path.parent)
+    assert asked == ["--jobs=7,9,11"]
+    assert (row.total, row.source) == (pytest.approx(2.0 + 1.0 + 2.0), "sacct")

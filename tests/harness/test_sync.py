@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -308,10 +309,20 @@ def child_status(store: str, folder: RunFolder) -> str | None:
     return found[0].info.status if found else None
 
 
-def test_the_command_line_syncs_and_follows_to_the_end(store, planned):
+def test_a_part_of_an_experiment_without_a_run_of_its_arms_has_a_parent(store, planned):
+    folder = planned(kind="warmup")
+    folder.update_run(role="warmup")
+    assert Tracker(folder.path.parent, store).sync() == 0
+
+
+def test_the_command_line_syncs_and_follows_every_experiment_to_the_end(store, planned):
+    """The first still works when the second is looked at."""
     folder = planned()
     record(folder, 1, reward_mean=0.25)
     runs = folder.path.parents[2]
+    other = runs / f"{folder.path.parents[1].name}_b" / "tiny" / folder.name
+    shutil.copytree(folder.path.parents[1], other.parents[1])
+    RunFolder(other).update_run(identity=f"{folder.run['identity']}-b")
     command = [
         sys.executable,
         "-m",
@@ -321,10 +332,16 @@ def test_the_command_line_syncs_and_follows_to_the_end(store, planned):
         "--tracking-uri",
         store,
         "--follow",
+        "--json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert "1 new records" in done.stdout
+    seen = []
+    with hold(queue_lock(folder.path.parent)):
+        follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        until(lambda: child_status(store, RunFolder(other)) is not None)
+        seen.append(follower.poll())
+    told = json.loads(follower.communicate(timeout=60)[0])
+    assert seen == [None] and follower.returncode == 0
+    assert told["new_records"] == {f"{f.parents[1].name}/tiny": 1 for f in (folder.path, other)}
 
 
 def test_a_second_sync_leaves_the_folder_to_the_first(planned, store):

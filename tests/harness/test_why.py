@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from harness.causes import from_slurm, kills_for_memory, told_by
-from harness.logs import follow
+from harness.logs import attempt_log, follow
 from harness.run_folder import hold, write_json
-from harness.why import account, by_speaker, error_lines, find_run
+from harness.status import RunStatus
+from harness.why import Account, account, by_speaker, error_lines, find_run
 from tests.harness.test_job import work
 
 LOG = [
@@ -80,9 +81,48 @@ def test_a_name_of_several_runs_is_refused_by_naming_them(make_run):
     first, second = make_run("molt-s0-11111111"), make_run("molt-s1-22222222")
     write_json(first.path.parent / "queue.json", {"order": [], "work": {}})
     with pytest.raises(
-        FileNotFoundError, match=f"2 runs have it; there is {first.name}, {second.name}"
+        FileNotFoundError, match=f"2 runs have it .*; there is {first.name}, {second.name}"
     ):
         find_run(first.path.parents[2], "molt")
+
+
+def test_a_part_of_a_name_means_the_last_submits_run(make_run):
+    """After an edit the folder has two runs of that system and seed."""
+    old, new = make_run("molt-s0-11111111"), make_run("molt-s0-22222222")
+    write_json(old.path.parent / "queue.json", {"order": [new.name], "work": {}})
+    runs = old.path.parents[2]
+    assert find_run(runs, "molt-s0").path == new.path
+    assert find_run(runs, old.name).path == old.path
+    with pytest.raises(FileNotFoundError, match="there is no run of|nothing|there"):
+        find_run(runs, "molt-s0", experiment="another")
+
+
+@pytest.mark.parametrize(
+    ("why", "do"),
+    [
+        ("held; `scontrol release` lets it go (JobHeldUser)", "`scontrol release 7_1` lets it go."),
+        ("other jobs come first (Priority)", "Nothing: Slurm or the queue will start it."),
+    ],
+)
+def test_a_job_that_waits_for_a_person_says_what_the_person_does(why, do):
+    status = RunStatus("molt-s0", "train", "molt", 0, "WAITING", why=why, job="7_1")
+    assert Account(status, "", [], [], {}, [], []).advice == do
+
+
+@pytest.mark.parametrize(
+    ("attempts", "asked", "problem"),
+    [
+        (0, None, "has not been started"),
+        (2, 3, "has no attempt 3; there is 1, 2"),
+        (1, 1, "attempt 01 has said nothing"),
+    ],
+)
+def test_a_log_that_is_not_there_is_missed_in_words(make_run, attempts, asked, problem):
+    folder = make_run()
+    for _ in range(attempts):
+        folder.new_attempt()
+    with pytest.raises(FileNotFoundError, match=problem):
+        attempt_log(folder, asked)
 
 
 def test_following_a_run_goes_over_into_its_next_attempt(make_run):
