@@ -15,6 +15,10 @@ from harness.run_folder import RunFolder, read_json, tail_records, write_json
 
 EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED = 2, 3, 4
 """Exit codes of the commands that say more than failure."""
+CRASHES = frozenset(
+    getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")
+)
+"""Signals by which a program ends itself: a fault of its own code, and no word from outside."""
 
 
 class Unfinished(RuntimeError):
@@ -102,6 +106,9 @@ def judge_exit(
     # Where another node was lost, this one's memory is not to blame.
     if killed_for_memory and code in (-signal.SIGKILL, EXIT_JUDGED) and not facts.get("nodes"):
         return "OOM", f"the kernel killed for memory on this node; the command's last words: {said}"
+    if -code in CRASHES:
+        crashed = f"{signal.Signals(-code).name} ended the command, a crash of its own: {said}"
+        return told_by(said) or "FAILED", crashed
     if code < 0:
         return "KILLED", f"{signal.Signals(-code).name} ended the command"
     if code == EXIT_JUDGED:
@@ -109,9 +116,15 @@ def judge_exit(
         return told_by(detail) or state, detail
     if code == EXIT_STOPPED:
         return "KILLED", "told to save and stop, it did; it goes on from there"
-    if code == EXIT_CONFIG:
+    if code == EXIT_CONFIG and not _recorded(folder, attempt):
         return "CONFIG", f"exit code {code}: {said}"
     return told_by(said) or "FAILED", f"exit code {code}: {said}"
+
+
+def _recorded(folder: RunFolder, attempt: Path) -> bool:
+    """True where the attempt has measured something: it was not told anything impossible."""
+    last = next(iter(tail_records(folder.metrics, 1)), {})
+    return last.get("attempt") == int(attempt.name)
 
 
 def last_lines(log: Path, count: int = 30, block: int = 64 * 1024) -> list[str]:
@@ -124,10 +137,12 @@ def last_lines(log: Path, count: int = 30, block: int = 64 * 1024) -> list[str]:
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that most likely says why: the last that names an error, else the last."""
+    """The line of a log that most likely says why: the last that names an error (``what()``: C++'s), else the last."""
     lines = [line.strip() for line in last_lines(log, 200) if line.strip()]
-    named = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
-    return (named or lines or ["no output"])[-1][:500]
+    heads = [(line.partition(":")[0], line) for line in lines]
+    named = [line for head, line in heads if head.endswith(("Error", "Exception", "what()"))]
+    fatal = [line for head, line in heads if head == "Fatal Python error"]  # before the stacks
+    return (named or fatal or lines or ["no output"])[-1][:500]
 
 
 def _numbers(facts: dict[str, Any]) -> dict[str, float]:

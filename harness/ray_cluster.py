@@ -29,7 +29,7 @@ from harness.causes import is_port
 from harness.cluster import Cluster
 from harness.command import command_line, environment, own_variables
 from harness.container import command_pid, own_code
-from harness.outcome import EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED, last_lines
+from harness.outcome import CRASHES, EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED, last_lines
 from harness.processes import become_subreaper, reap, signalled_when_parent_dies
 from harness.ray_node import END, STACKS, Layout, address_towards
 from harness.requeue import profile
@@ -303,7 +303,8 @@ def _command(ray: RayCluster, folder: RunFolder, run: Mapping[str, Any], attempt
         ended = reap()
         if child.pid in ended:
             child.returncode = own_code(ended[child.pid])
-            if child.returncode > 0 and child.returncode not in (EXIT_CONFIG, EXIT_STOPPED):
+            own = child.returncode > 0 and child.returncode not in (EXIT_CONFIG, EXIT_STOPPED)
+            if own or -child.returncode in CRASHES:  # as NCCL aborts, when a node is gone
                 ray.check(ended, 0.0 if told else LOST_WITHIN_S)
             return child.returncode
         if not told:

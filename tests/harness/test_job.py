@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from harness.job import hang_bound
-from harness.outcome import Unfinished, product, summarise
 from harness.processes import dump_stacks, own_environment
 from harness.run_folder import Busy, hold, is_held, read_json, write_json
 
@@ -59,27 +58,6 @@ def test_success_is_done_json_with_the_hash_of_the_metrics(make_run, job_command
     assert folder.end["state"] == "DONE"
 
 
-def test_exit_code_zero_without_the_last_step_is_a_failure(make_run, job_command):
-    folder = make_run(body="record(1); record(2)", steps=3)
-    assert work(job_command(folder)) == 1
-    assert folder.done is None
-    assert "ends at step 2" in folder.end["reason"]
-
-
-def test_the_last_step_of_an_earlier_attempt_does_not_count(make_run, job_command):
-    folder = make_run(body="sys.exit(0)", steps=3)
-    folder.metrics.write_text('{"step": 3, "attempt": 7}\n')
-    work(job_command(folder))
-    assert folder.done is None
-
-
-def test_a_record_that_cannot_be_read_is_a_failure_with_its_reason(make_run, job_command):
-    folder = make_run(body="(run / 'metrics.jsonl').write_text('{\\n')", steps=3)
-    assert work(job_command(folder)) == 1
-    assert folder.done is None
-    assert folder.end["state"] == "FAILED" and "exit code 0, but" in folder.end["reason"]
-
-
 def test_a_fault_of_the_job_itself_is_recorded(make_run, job_command):
     folder = make_run()
     folder.update_run(command=["{python}", "{nobody_knows}"])
@@ -93,34 +71,6 @@ def test_conformance_that_found_no_number_still_ends_as_done_and_not_passed(make
     folder = make_run("conformance-molt-00000000", body, kind="conformance")
     assert work(job_command(folder)) == 0
     assert folder.done["conformance"]["passed"] is False and folder.done["summary"] == {}
-
-
-def test_a_failure_keeps_exit_code_and_the_error(make_run, job_command):
-    folder = make_run(body="raise ValueError('no such layout')")
-    assert work(job_command(folder)) == 1
-    assert folder.end["reason"] == "FAILED: exit code 1: ValueError: no such layout"
-
-
-def test_the_runs_own_judgement_keeps_its_name(make_run, job_command):
-    folder = make_run(
-        body="(run / 'attempts' / f'{attempt:02d}' / 'reason.json').write_text("
-        "json.dumps({'reason': 'DIVERGED', 'detail': 'step 7: loss nan'})); sys.exit(3)"
-    )
-    work(job_command(folder))
-    assert folder.end["reason"] == "DIVERGED: step 7: loss nan"
-
-
-def test_exit_code_two_is_a_bad_configuration(make_run, job_command):
-    folder = make_run(body="print('config.yaml: lr: must be positive'); sys.exit(2)")
-    work(job_command(folder))
-    assert folder.end["reason"] == "CONFIG: exit code 2: config.yaml: lr: must be positive"
-
-
-def test_exit_code_four_is_a_run_that_saved_and_goes_on(make_run, job_command):
-    folder = make_run(body="sys.exit(4)")
-    work(job_command(folder))
-    assert folder.end["state"] == "KILLED" and "goes on from there" in folder.end["reason"]
-    assert folder.done is None
 
 
 def test_no_progress_is_a_hang_and_its_stacks_are_in_the_log(make_run, job_command):
@@ -320,20 +270,6 @@ def test_a_lost_copy_of_the_code_is_said(make_run, job_command):
     write_json(folder.path / "run.json", {**folder.run, "code_path": "../gone"})
     work(job_command(folder))
     assert folder.end["state"] == "CONFIG"
-
-
-def test_a_step_of_two_attempts_counts_as_the_later_saw_it(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(
-        '{"step": 1, "attempt": 1, "reward_mean": 0.0}\n{"step": 1, "attempt": 2, "reward_mean": 1.0}\n'
-    )
-    assert summarise(metrics)["reward_mean_last10"] == 1.0
-
-
-def test_a_warm_up_without_a_hash_is_unfinished(make_run):
-    folder = make_run("warmup-00000000", kind="warmup")
-    with pytest.raises(Unfinished, match="content_hash"):
-        product(folder)
 
 
 def test_a_lock_is_one_holders_and_free_when_it_ends(tmp_path):
