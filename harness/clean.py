@@ -1,7 +1,9 @@
 """Free disk:  python -m harness.clean [EXPERIMENT] [--keep N] [--dry-run] [--yes]
 
-Checkpoints beyond the newest N of each run go (of a run that is done, all but the newest), torn ones too. Nothing that a report
-reads is touched: records, attempts, plans stay. It shows what would go, with sizes, and asks first; a run at work is left.
+What goes: checkpoints beyond the newest N of each run (of a run that is done, all but the newest), torn ones too, each with the
+trajectories that wait in it for the trainer; the batches of trajectories that an attempt kept because it diverged, but for the
+newest attempt of a run that is not done; copies of the code that nothing names any more. Nothing that a report reads is
+touched: records, attempts, plans stay. It shows what would go, with sizes, and asks first; a run at work is left.
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from harness.run_folder import RunFolder, run_folders, scale_folders
+from harness.identity import remove_snapshot
+from harness.run_folder import RunFolder, is_held, run_folders, scale_folders
+from harness.slurm import job_ids
+from harness.status import queue_lock
 from molt_core.train.checkpoint import MARKER
 
 EXIT_DECLINED = 3
+TRAJECTORIES = "diverged_batch.pkl"
+"""What ``molt_core.loop`` writes into an attempt's folder."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,18 @@ class Item:
     size: int
     why: str
 
+    def remove(self) -> None:
+        if self.path.is_file():
+            self.path.unlink()
+        elif self.path.parent.name == ".code":
+            remove_snapshot(self.path)
+        else:
+            shutil.rmtree(self.path)
+
 
 def size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def superfluous(folder: RunFolder, keep: int) -> Iterator[Item]:
@@ -49,6 +65,32 @@ def superfluous(folder: RunFolder, keep: int) -> Iterator[Item]:
             yield Item(path, size_of(path), why)
     for draft in (folder.path / "checkpoints").glob(".step-*"):
         yield Item(draft, size_of(draft), "a checkpoint that was never finished")
+    for attempt in folder.attempts if done else folder.attempts[:-1]:
+        if (batch := attempt / TRAJECTORIES).exists():
+            yield Item(batch, size_of(batch), "trajectories of an earlier attempt")
+
+
+def unnamed_code(runs: Path) -> Iterator[Item]:
+    """Copies of the code below ``runs`` that no run imports and no job that may still start; none while anything is at work."""
+    scales = sorted({path.parent for path in runs.glob("[!.]*/[!.]*/queue.json")})
+    if any(
+        is_held(lock) for scale in scales for lock in (queue_lock(scale), scale / "submit.lock")
+    ):
+        return
+    named: set[str] = set()
+    for scale in scales:
+        ids = job_ids(scale)
+        for folder in run_folders(scale):
+            named.add(Path(folder.run["code_path"]).name)
+            script = scale / "slurm" / f"{ids.get(folder.name, '').partition('_')[0]}.sh"
+            if folder.done is None and script.exists():
+                text = script.read_text()
+                named |= {copy.name for copy in (runs / ".code").iterdir() if copy.name in text}
+    for copy in sorted((runs / ".code").glob("*")):
+        if copy.name not in named:
+            yield Item(copy, size_of(copy), "a copy of the code that no run imports")
+    for draft in (runs / ".code").glob(".draft-*"):
+        yield Item(draft, size_of(draft), "a copy of the code that was never finished")
 
 
 def main(
@@ -61,7 +103,7 @@ def main(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
 ) -> None:
-    """Remove old checkpoints, after asking.
+    """Remove old checkpoints, trajectories and copies of the code, after asking.
 
     Exit codes: 0 removed, or nothing to remove; 2 there is no such experiment; 3 declined.
     """
@@ -73,6 +115,7 @@ def main(
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     items = [item for folder in folders for item in superfluous(folder, keep)]
+    items += unnamed_code(runs) if experiment is None and scale is None else []
     if not items:
         typer.echo("Nothing to remove.")
         return
@@ -90,7 +133,7 @@ def main(
         typer.echo("Nothing was removed.")
         raise typer.Exit(EXIT_DECLINED)
     for item in items:
-        shutil.rmtree(item.path)
+        item.remove()
     typer.echo(f"Removed {len(items)}, {total:.2f} GB.")
 
 

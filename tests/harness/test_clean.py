@@ -36,6 +36,40 @@ def test_of_a_run_that_is_done_one_checkpoint_stays(make_run):
     assert names(folder, keep=3) == ["10", "20"]
 
 
+def test_trajectories_of_earlier_attempts_go_and_the_newest_stay_to_be_looked_at(make_run):
+    folder = make_run()
+    for _ in range(2):
+        (folder.new_attempt() / "diverged_batch.pkl").write_bytes(b"x" * 50)
+    first, last = (path / "diverged_batch.pkl" for path in folder.attempts)
+    assert [(item.path, item.size) for item in clean.superfluous(folder, 1)] == [(first, 50)]
+    write_json(folder.path / "done.json", {"attempt": 2})
+    assert [item.path for item in clean.superfluous(folder, 1)] == [first, last]
+
+
+def test_a_copy_of_the_code_goes_that_no_run_and_no_waiting_job_names(make_run, tmp_path):
+    first, second = make_run("molt-s0-0"), make_run("molt-s1-1")
+    runs, scale = first.path.parents[2], first.path.parent
+    store = runs / ".code"
+    for name, folder in (("a" * 16, first), ("b" * 16, second)):
+        folder.update_run(code_path=f"../../../.code/{name}")
+    for name in "abcd":
+        (store / (name * 16) / "harness").mkdir(parents=True)
+        (store / (name * 16) / "harness").chmod(0o555)
+    write_json(scale / "queue.json", {"order": [], "work": {}})
+    write_json(scale / "slurm.json", {first.name: "7_0"})
+    (scale / "slurm").mkdir()
+    (scale / "slurm" / "7.sh").write_text(f"export PYTHONPATH={store / ('c' * 16)}\n")
+    assert [item.path.name for item in clean.unnamed_code(runs)] == ["d" * 16]
+    with hold(scale / "queue.lock"):
+        assert list(clean.unnamed_code(runs)) == []
+    write_json(first.path / "done.json", {"attempt": 1})
+    items = list(clean.unnamed_code(runs))
+    assert [item.path.name for item in items] == ["c" * 16, "d" * 16]
+    for item in items:
+        item.remove()
+    assert sorted(path.name for path in store.iterdir()) == ["a" * 16, "b" * 16]
+
+
 def test_a_run_at_work_is_left_alone(make_run):
     folder = make_run()
     checkpoints(folder, 10, 20)
