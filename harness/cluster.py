@@ -7,6 +7,7 @@ Which one: ``--cluster NAME`` (or a path), else the variable MOLT_CLUSTER, else 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from harness import source
 from harness.identity import ROOT
 from harness.problems import Problem, SpecError, translate
+from harness.scheduler import seconds
 from molt_core.config import Strict
 
 PROFILES = ROOT / "slurm" / "clusters"
@@ -104,6 +106,14 @@ class Cluster(Strict):
         default_factory=dict,
         description="exported in the job; a name without a value has that of the shell that submits",
     )
+    paths: dict[str, str] = Field(
+        default_factory=dict,
+        description="name -> absolute place of models and data, which a protocol refers to as $NAME/...",
+    )
+    time_limit: str | None = Field(
+        None,
+        description="[days-]HH:MM:SS, the most that a job asks for; a longer run goes on in its next job",
+    )
     setup: tuple[str, ...] = Field((), description="lines of shell before the job, `module load`")
     container: Container = Container()
     max_running: int = Field(256, gt=0, description="runs of one submit that work at once")
@@ -126,6 +136,27 @@ class Cluster(Strict):
         if taken:
             raise ValueError(f"{', '.join(taken)}: the harness finds its jobs by it; leave it out")
         return given
+
+    @field_validator("paths")
+    @classmethod
+    def _a_place_is_absolute(cls, paths: dict[str, str]) -> dict[str, str]:
+        for name, place in paths.items():
+            if not re.fullmatch(r"\w+", name) or not place.startswith("/"):
+                raise ValueError(
+                    f"{name}: {place} is no named place; write a word and an absolute path, models: /shared/models"
+                )
+        return paths
+
+    @field_validator("time_limit")
+    @classmethod
+    def _is_a_time(cls, value: str | None) -> str | None:
+        if value is not None and not seconds(value):
+            raise ValueError(f"{value!r} is not a time; write HH:MM:SS, for example 24:00:00")
+        return value
+
+    def job_s(self, wanted_s: int) -> int:
+        """Seconds that a job asks for, of a run that may take ``wanted_s`` an attempt."""
+        return min(wanted_s, int(seconds(self.time_limit or "") or wanted_s))
 
     @property
     def exports(self) -> dict[str, str]:

@@ -9,15 +9,15 @@ machine that warms up or a cluster that fills over the day does not fall on one 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from analysis.plan import Plan, PlannedRun
 from harness.container import Image
-from harness.identity import Snapshot, digest, run_identity, take_snapshot
-from harness.inputs import Input, hashes, protocol_inputs, trainer_inputs
+from harness.identity import Snapshot, changed_snapshot, digest, run_identity, take_snapshot
+from harness.inputs import Input, Places, hashes, protocol_inputs, trainer_inputs
 from harness.spec import Experiment, Resources, Scale
 from molt_core.config import RunConfig, TrainerConfig
 
@@ -57,7 +57,7 @@ class Expansion:
     folder: Path
     runs: tuple[Run, ...]
     snapshot: Snapshot
-    base: Path
+    places: Places
     image: Image | None = None
     """The container's file, where the cluster's profile has one."""
 
@@ -124,19 +124,52 @@ def expand(
     runs_dir: Path,
     *,
     base: Path,
+    paths: Mapping[str, str] | None = None,
     write: bool = True,
     image: Image | None = None,
 ) -> Expansion:
-    """Every run of ``scale_name``. ``base``: the folder that relative paths in the protocol start from.
+    """Every run of ``scale_name``. ``base``: the folder that relative paths in the protocol start from; ``paths``: places
+    that the cluster's profile names.
 
-    With ``write`` False nothing is written, not even the snapshot of the code.
+    With ``write`` False nothing is written, not even the snapshot of the code. Raises ValueError where a lock file would give
+    other runs than those it was made from.
     """
     scale = experiment.scales[scale_name]
-    snapshot = take_snapshot(runs_dir / ".code", write=write)
+    snapshot = _snapshot(experiment, runs_dir / ".code", write)
     sha256 = image.sha256 if image is not None else None
-    runs = tuple(_runs(experiment, scale, snapshot.hash, base, sha256))
+    places = Places(base, paths or {})
+    runs = tuple(_runs(experiment, scale, snapshot.hash, places, sha256))
+    lock = experiment.made_with
+    if lock is not None and lock.runs != runs_hash(runs):
+        raise ValueError(
+            f"{experiment.path}: made_with.runs: these would be other runs than those of the lock (image {lock.image}, here "
+            f"{sha256}; else the file or what it names was changed); put it back, or remove `made_with`"
+        )
     folder = runs_dir / experiment.name / scale.name
-    return Expansion(experiment, scale, folder, runs, snapshot, base, image)
+    return Expansion(experiment, scale, folder, runs, snapshot, places, image)
+
+
+def _snapshot(experiment: Experiment, store: Path, write: bool) -> Snapshot:
+    """The code as it is here; of a lock file, that which it was made with, from its copy where the code here is another."""
+    lock = experiment.made_with
+    here = take_snapshot(store, write=write and lock is None)
+    if lock is None:
+        return here
+    if lock.code == here.hash:
+        return take_snapshot(store, write=write)
+    kept = Snapshot(lock.code, store / lock.code[:16])
+    if changed_snapshot(kept.path, kept.hash):
+        raise ValueError(
+            f"{experiment.path}: made_with.code: it was made with the code {lock.code[:16]} (commit {lock.commit}), the code "
+            f"here is {here.hash[:16]}, and {store} has no copy of that one; check the commit out, or remove `made_with` to "
+            "submit it with the code here, as other runs"
+        )
+    return kept
+
+
+def runs_hash(runs: Iterable[Run]) -> str:
+    """Of their identities, without canaries."""
+    return digest([run.identity for run in runs if run.kind != "canary"])
 
 
 def arms_difference(scale: Scale) -> dict[str, dict[str, Any]]:
@@ -175,12 +208,12 @@ def interleaved(experiment: Experiment, scale: Scale) -> Iterator[tuple[str, int
 
 
 def _runs(
-    experiment: Experiment, scale: Scale, code: str, base: Path, image: str | None
+    experiment: Experiment, scale: Scale, code: str, places: Places, image: str | None
 ) -> Iterator[Run]:
     first = next(iter(scale.configs.values()))
     shape = scale.resources.model_dump(mode="json", exclude={"time_limit", "hang_after_s"})
     where = {"name": scale.name, **shape}
-    shared = protocol_inputs(first, base)
+    shared = protocol_inputs(first, places)
     own = {name: trainer_inputs(config) for name, config in scale.configs.items()}
     protocol = protocol_of(first)
     on_one_node = scale.resources.model_copy(update={"nodes": 1})

@@ -3,8 +3,8 @@
 They lie where their owner may edit them, so each is hashed at submit (the hashes are part of the run's identity) and compared
 when an attempt starts: a run never goes on with other files than those it was submitted with.
 
-    found = protocol_inputs(config, base)       # at submit
-    changed(run["inputs"])                      # at start: "" or the file that is another one now
+    found = protocol_inputs(config, Places(base))     # at submit
+    changed(run["inputs"])                            # at start: "" or the file that is another one now
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ast
 import importlib.util
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,47 @@ class Input:
         return {"key": self.key, "name": self.name, "files": dict(self.files)}
 
 
-def protocol_inputs(config: RunConfig, base: Path) -> tuple[Input, ...]:
-    """What the protocol names, hashed; ``base``: the folder that its relative paths start from."""
+@dataclass(frozen=True)
+class Places:
+    """Where the paths of a protocol lie: below ``base``, or, written ``$NAME/...``, below what the cluster's profile calls so.
+
+    So the same experiment, with the same identities, finds its model and data on another cluster.
+    """
+
+    base: Path
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    def at(self, path: str) -> Path:
+        """The absolute path. Raises ValueError where the profile has no such name."""
+        if not path.startswith("$"):
+            return (self.base / path).resolve()
+        name, _, below = path[1:].partition("/")
+        if name not in self.named:
+            there = ", ".join(self.named) or "none"
+            raise ValueError(
+                f"{path}: the cluster's profile has no place called {name} under `paths` (it has {there}); add it there, or "
+                "choose the profile by --cluster or MOLT_CLUSTER"
+            )
+        return Path(self.named[name], below).resolve()
+
+    def find(self, path: str) -> Path | None:
+        """The absolute path of what is there; None where it is not, or its name is unknown."""
+        if path.startswith("$") and path[1:].partition("/")[0] not in self.named:
+            return None
+        found = self.at(path)
+        return found if found.exists() else None
+
+
+def protocol_inputs(config: RunConfig, places: Places) -> tuple[Input, ...]:
+    """What the protocol names, hashed."""
     found = [
-        _at(f"algorithm.plugins[{n}]", p, base) for n, p in enumerate(config.algorithm.plugins)
+        _at(f"algorithm.plugins[{n}]", p, places) for n, p in enumerate(config.algorithm.plugins)
     ]
     if looks_like_path(config.task.source):
-        found.append(_at("task.source", config.task.source, base))
+        found.append(_at("task.source", config.task.source, places))
     for key, name in weights_folders(config).items():
-        if name is not None and (base / name).is_dir():
-            found.append(_at(key, name, base))
+        if name is not None and (folder := places.find(name)) is not None and folder.is_dir():
+            found.append(_at(key, name, places))
     return (*found, *_module("task.agent", config.task.agent))
 
 
@@ -97,13 +128,12 @@ def changed(recorded: Iterable[Mapping[str, Any]]) -> str:
 
 def looks_like_path(source: str) -> bool:
     """A file or folder of rows, rather than the name of a built-in task."""
-    return "/" in source or Path(source).suffix in (".jsonl", ".parquet")
+    return "/" in source or source.startswith("$") or Path(source).suffix in (".jsonl", ".parquet")
 
 
-def _at(key: str, name: str, base: Path) -> Input:
-    """A file or folder below ``base``."""
-    path = (base / name).resolve()
-    if not path.exists():
+def _at(key: str, name: str, places: Places) -> Input:
+    path = places.find(name)
+    if path is None:
         return Input(key, name, {}, None)
     content = _hash(path, key)
     return Input(key, name, {str(path): content}, content)

@@ -1,7 +1,8 @@
 """What was submitted, with nothing left to a default: ``runs/<experiment>/<scale>/<experiment>.lock.yaml``.
 
 It is an experiment file itself: submitting it from the same folder gives the same identities, hence the same runs, also when a
-later version has other defaults. Its head says which code, commit, packages and image it was made with.
+later version has other defaults and when the code has been edited since: its section ``made_with`` names the code, whose copy
+lies beside the runs and is taken. Where that cannot be (no copy, another image, an edit of the lock) the submit is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import yaml
 
 from harness import fingerprints
-from harness.expand import Expansion, protocol_of
+from harness.expand import Expansion, protocol_of, runs_hash
+from harness.spec import MadeWith
 
 
 def resolved(expansion: Expansion) -> dict[str, Any]:
@@ -45,18 +47,16 @@ def _remove(section: dict[str, Any], keys: list[str]) -> None:
 def text(expansion: Expansion, commit: Mapping[str, Any]) -> str:
     """The lock file. ``commit``: what ``fingerprints.commit`` says of the project."""
     dirty = " with changes, which are in the code's copy" if commit.get("dirty") else ""
-    head = {
-        "made": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "from": expansion.experiment.path.name,
-        "code": expansion.snapshot.hash,
-        "commit": f"{commit.get('commit', 'none')}{dirty}",
-        "packages": fingerprints.packages_hash(fingerprints.packages()),
-    }
-    if expansion.image is not None:
-        head["image"] = f"{expansion.image.path} sha256:{expansion.image.sha256}"
-    lines = [f"# {key}: {value}" for key, value in head.items()]
-    body = yaml.safe_dump(resolved(expansion), sort_keys=False, width=120)
-    return "\n".join([*lines, "", body])
+    made_with = MadeWith(
+        code=expansion.snapshot.hash,
+        runs=runs_hash(expansion.runs),
+        commit=f"{commit.get('commit', 'none')}{dirty}",
+        packages=fingerprints.packages_hash(fingerprints.packages()),
+        image=expansion.image.sha256 if expansion.image is not None else None,
+        at=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    )
+    data = {**resolved(expansion), "made_with": made_with.model_dump(mode="json")}
+    return yaml.safe_dump(data, sort_keys=False, width=120)
 
 
 def write(expansion: Expansion, commit: Mapping[str, Any]) -> Path:

@@ -24,21 +24,23 @@ def problems(expansion: Expansion, *, cluster: bool) -> list[str]:
 
 def _inputs(expansion: Expansion) -> Iterator[str]:
     config, where = expansion.runs[0].config, expansion.experiment.path.name
-    source = config.task.source
-    if looks_like_path(source) and not (expansion.base / source).exists():
-        yield (
-            f"protocol.task.source: {source} does not exist below {expansion.base}; put your rows there (JSONL, parquet or "
-            f"a Hugging Face folder) or change the path in {where}"
-        )
-    for key, folder in weights_folders(config).items():
-        if folder is not None and not (expansion.base / folder).is_dir():
+    named = {f"algorithm.plugins[{n}]": p for n, p in enumerate(config.algorithm.plugins)}
+    if looks_like_path(config.task.source):
+        named["task.source"] = config.task.source
+    folders = {key: name for key, name in weights_folders(config).items() if name is not None}
+    for key, name in {**named, **folders}.items():
+        try:
+            path = expansion.places.at(name)
+        except ValueError as error:
+            yield f"protocol.{key}: {error}"
+            continue
+        if key in folders and not path.is_dir():
             yield (
-                f"protocol.{key}: {folder} is no folder here; download the checkpoint first (compute nodes are often "
+                f"protocol.{key}: {path} is no folder here; download the checkpoint first (compute nodes are often "
                 f"offline) and give its folder in {where}"
             )
-    for plugin in config.algorithm.plugins:
-        if not (expansion.base / plugin).is_file():
-            yield f"protocol.algorithm.plugins: {plugin} does not exist below {expansion.base}"
+        elif not path.exists():
+            yield f"protocol.{key}: {path} does not exist; put it there, or change the path in {where}"
 
 
 def _imports(expansion: Expansion) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from harness.expand import Expansion, Run
-from harness.inputs import import_path, looks_like_path, weights_folders
+from harness.inputs import Places, import_path, looks_like_path, weights_folders
 from harness.run_folder import RunFolder, edit_json, write_json
 from molt_core.config import RunConfig
 
@@ -34,9 +34,9 @@ def prepare(expansion: Expansion, run: Run, commit: Mapping[str, Any]) -> bool:
     if folder.done is not None:
         return False
     folder.path.mkdir(parents=True, exist_ok=True)
-    write_config(folder.path / "config.yaml", run.config, expansion.base)
+    write_config(folder.path / "config.yaml", run.config, expansion.places)
     if run.against is not None:
-        write_config(folder.path / "baseline.yaml", run.against, expansion.base)
+        write_config(folder.path / "baseline.yaml", run.against, expansion.places)
     wanted = record(expansion, run, commit)
     if not (folder.path / "run.json").exists():
         write_json(folder.path / "run.json", wanted)
@@ -85,7 +85,9 @@ def command(expansion: Expansion, run: Run) -> list[str]:
         checkpoint = (
             f"{{scale}}/{warmup.name}/checkpoint"
             if warmup is not None
-            else _local(run.config.model.path, expansion.base).replace("{", "{{").replace("}", "}}")
+            else _local(run.config.model.path, expansion.places)
+            .replace("{", "{{")
+            .replace("}", "}}")
         )
     module, *arguments = {
         "warmup": ["molt_core.sft", "{run}/config.yaml", "--out", checkpoint],
@@ -104,21 +106,22 @@ def command(expansion: Expansion, run: Run) -> list[str]:
     return ["{python}", "-m", module, *arguments]
 
 
-def write_config(path: Path, config: RunConfig, base: Path) -> None:
-    """The configuration as the command reads it: places that were relative to ``base`` are absolute."""
+def write_config(path: Path, config: RunConfig, places: Places) -> None:
+    """The configuration as the command reads it: its paths are absolute."""
     data = config.model_dump(mode="json")
     if looks_like_path(config.task.source):
-        data["task"]["source"] = _local(config.task.source, base)
+        data["task"]["source"] = _local(config.task.source, places)
     for key, folder in weights_folders(config).items():
         if folder is not None:
             section, name = key.split(".")
-            data[section][name] = _local(folder, base)
-    data["algorithm"]["plugins"] = [_local(p, base) for p in config.algorithm.plugins]
+            data[section][name] = _local(folder, places)
+    data["algorithm"]["plugins"] = [_local(p, places) for p in config.algorithm.plugins]
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
-def _local(path: str, base: Path) -> str:
-    """An absolute path where ``path`` exists below ``base``; else unchanged (a name on a hub)."""
-    return str((base / path).resolve()) if (base / path).exists() else path
+def _local(path: str, places: Places) -> str:
+    """An absolute path where there is something; else unchanged (a name on a hub)."""
+    found = places.find(path)
+    return path if found is None else str(found)

@@ -110,7 +110,7 @@ def parameters(
         "nodes": resources.nodes,
         "ntasks_per_node": 1,
         "cpus_per_task": resources.cpus_per_node,
-        "time": -(-resources.time_limit_s // 60),
+        "time": -(-cluster.job_s(resources.time_limit_s) // 60),
         "array_parallelism": array.parallel,
         "use_srun": False,
         "stderr_to_stdout": True,

@@ -113,6 +113,19 @@ class ScalePatch(Strict):
     rules: dict[str, Any] = Field(default_factory=dict)
 
 
+class MadeWith(Strict):
+    """What a lock file was written from (``harness/lock.py``). A submit of it gives the same runs, or is refused."""
+
+    code: str = Field(description="hash of the code that the runs import")
+    runs: str = Field(description="hash of their identities")
+    commit: str = Field(description="of the project, and whether the tree differed from it")
+    packages: str = Field(
+        description="hash of the versions that were installed; recorded, not compared"
+    )
+    image: str | None = Field(None, description="sha256 of the container's file")
+    at: str = Field(description="when")
+
+
 class ExperimentFile(Strict):
     """The top level of an experiment file."""
 
@@ -134,6 +147,7 @@ class ExperimentFile(Strict):
         description="what a paper printed, for analysis.tables; it decides nothing about a run",
     )
     scales: dict[str, ScalePatch] = Field(min_length=1)
+    made_with: MadeWith | None = Field(None, description="of a lock file alone")
 
 
 @dataclass(frozen=True)
@@ -164,6 +178,7 @@ class Experiment:
     default_scale: str | None
     document: Document
     switch: str | None = None
+    made_with: MadeWith | None = None
 
     @property
     def baseline(self) -> str:
@@ -203,6 +218,7 @@ def load(path: str | Path, base: Path = Path()) -> Experiment:
         defaults[0] if defaults else None,
         document,
         file.switch,
+        file.made_with,
     )
 
 

@@ -23,7 +23,7 @@ from harness.avoid import last_decision
 from harness.canary import with_canaries
 from harness.causes import cause
 from harness.cluster import Cluster, choose_cluster
-from harness.container import known_image
+from harness.container import Image, known_image
 from harness.expand import Expansion, Run, expand
 from harness.identity import ROOT
 from harness.prepare import prepare
@@ -148,8 +148,16 @@ def main(
         experiment = load(file, base=Path.cwd())
         target = choose_target(cluster, on_slurm, dry_run)
         name = choose_scale(experiment, scale, on_slurm)
-        image = known_image(target.container, runs, not dry_run) if on_slurm else None
-        expansion = expand(experiment, name, runs, base=Path.cwd(), write=not dry_run, image=image)
+        image, obstacles = image_of(target, runs, dry_run)
+        expansion = expand(
+            experiment,
+            name,
+            runs,
+            base=Path.cwd(),
+            paths=(target or choose_cluster(None)).paths,
+            write=not dry_run,
+            image=image,
+        )
         if canary:
             expansion = with_canaries(expansion)
         chosen = expansion.select(only)
@@ -157,7 +165,7 @@ def main(
     except (SpecError, ValidationError, ValueError, PlanError, SlurmError) as error:
         refuse(console, str(error).splitlines(), as_json)
         raise typer.Exit(EXIT_REFUSED) from error
-    obstacles = preflight.problems(expansion, cluster=on_slurm)
+    obstacles += preflight.problems(expansion, cluster=on_slurm)
     if on_slurm and not obstacles:
         obstacles = refusals(expansion.folder, chosen, target)
     if dry_run:
@@ -255,6 +263,18 @@ def choose_target(asked: str | None, on_slurm: bool, dry_run: bool) -> Cluster |
     if asked is not None and not dry_run:
         raise ValueError(f"--cluster {asked}: there is no sbatch here; submit where the cluster is")
     return choose_cluster(asked) if asked is not None else None
+
+
+def image_of(target: Cluster | None, runs: Path, dry_run: bool) -> tuple[Image | None, list[str]]:
+    """The image of runs sent to ``target``, and what it means where a dry run cannot see its file. Raises ValueError."""
+    if target is None:
+        return None, []
+    try:
+        return known_image(target.container, runs, not dry_run), []
+    except ValueError as error:
+        if not dry_run:
+            raise
+        return None, [f"{error}; the identities shown are those of runs without an image"]
 
 
 def run_on_slurm(

@@ -42,3 +42,23 @@ def test_a_profile_that_is_not_there_is_refused_with_those_that_are(tmp_path, mo
     monkeypatch.setattr(cluster, "PROFILES", tmp_path)
     with pytest.raises(SpecError, match="there is no such cluster profile. Profiles here: one;"):
         choose_cluster("two")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("paths: {models: models}", "models: models is no named place"),
+        ("time_limit: a day", "'a day' is not a time"),
+    ],
+)
+def test_a_wrong_place_or_time_is_refused(tmp_path, line, said):
+    (tmp_path / "here.yaml").write_text(f"{line}\n")
+    with pytest.raises(SpecError, match=f"here.yaml:1: {line.partition(':')[0]}: {said}"):
+        load_cluster(tmp_path / "here.yaml")
+
+
+def test_a_job_asks_for_no_more_time_than_the_cluster_gives():
+    """A partition of four hours; its limit in Slurm's words too."""
+    assert Cluster(time_limit="04:00:00").job_s(36000) == 4 * 3600
+    assert Cluster(time_limit="1-00:00:00").job_s(36000) == 36000
+    assert Cluster().job_s(36000) == 36000

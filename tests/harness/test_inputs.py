@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from harness.expand import expand
-from harness.inputs import changed, hashes, module_files, protocol_inputs, trainer_inputs
+from harness.inputs import Places, changed, hashes, module_files, protocol_inputs, trainer_inputs
 from harness.preflight import problems
 from harness.prepare import write_config
+from harness.run_folder import RunFolder
 from harness.spec import load
 from harness.submit import submit
 from tests.harness.test_spec import write
@@ -38,18 +39,18 @@ def configuration(folder: Path, old: str, new: str):
 
 def agent_hash(folder: Path, name: str) -> str | None:
     config = configuration(folder, "source: shapes", f"source: shapes, agent: '{name}:Agent'")
-    return hashes(protocol_inputs(config, folder))[f"{name}:Agent"]
+    return hashes(protocol_inputs(config, Places(folder)))[f"{name}:Agent"]
 
 
 def test_the_rows_of_a_file_count(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     config = configuration(tmp_path, "source: shapes", "source: ./rows.jsonl")
-    before = hashes(protocol_inputs(config, tmp_path))
+    before = hashes(protocol_inputs(config, Places(tmp_path)))
     rows.write_text("{ }\n")
-    assert hashes(protocol_inputs(config, tmp_path)) != before
+    assert hashes(protocol_inputs(config, Places(tmp_path))) != before
     rows.unlink()
-    assert hashes(protocol_inputs(config, tmp_path)) == {"./rows.jsonl": None}
+    assert hashes(protocol_inputs(config, Places(tmp_path))) == {"./rows.jsonl": None}
 
 
 def test_the_weights_of_a_teacher_count_and_are_given_by_their_full_path(tmp_path):
@@ -58,10 +59,10 @@ def test_the_weights_of_a_teacher_count_and_are_given_by_their_full_path(tmp_pat
     section = "  algorithm: {advantage: on_policy_distillation, teacher: big}\n  warmup:"
     path = write(tmp_path, "  warmup:", section)
     config = load(path).scales["here"].config("ours", 0)
-    before = hashes(protocol_inputs(config, tmp_path))
+    before = hashes(protocol_inputs(config, Places(tmp_path)))
     (tmp_path / "big" / "model.safetensors").write_bytes(b"abd")
-    assert before.keys() == {"big"} and hashes(protocol_inputs(config, tmp_path)) != before
-    write_config(tmp_path / "config.yaml", config, tmp_path)
+    assert before.keys() == {"big"} and hashes(protocol_inputs(config, Places(tmp_path))) != before
+    write_config(tmp_path / "config.yaml", config, Places(tmp_path))
     assert f"teacher: {tmp_path}/big" in (tmp_path / "config.yaml").read_text()
 
 
@@ -164,7 +165,9 @@ def test_an_edit_after_the_submit_ends_the_attempt_with_the_file(make_run, job_c
     config = configuration(
         tmp_path, "  warmup:", f"  algorithm: {{plugins: ['{plugin}']}}\n  warmup:"
     )
-    folder.update_run(inputs=[found.record() for found in protocol_inputs(config, tmp_path)])
+    folder.update_run(
+        inputs=[found.record() for found in protocol_inputs(config, Places(tmp_path))]
+    )
     plugin.write_text("A = 2\n")
     assert subprocess.run(job_command(folder)).returncode == 1
     assert folder.end["reason"] == (
@@ -182,3 +185,36 @@ def test_a_run_imports_from_where_the_submit_found_it(make_run, job_command, out
     folder.update_run(import_path=[str(place)])
     assert subprocess.run(job_command(folder)).returncode == 0
     assert str(place) in sys.path  # of this test; a job has its own
+
+
+# Places that a cluster's profile names
+
+
+def test_a_named_place_is_found_by_the_run_and_is_no_part_of_its_identity(tmp_path):
+    here = write(tmp_path, "{builtin: tiny-qwen3-vl-moe}", "{path: $models/small}")
+    here.write_text(here.read_text().replace("  warmup: {steps: 3}\n", ""))
+    made = []
+    for cluster in ("one", "two"):
+        weights = tmp_path / cluster / "small"
+        weights.mkdir(parents=True)
+        (weights / "model.safetensors").write_bytes(b"abc")
+        paths = {"models": str(tmp_path / cluster)}
+        runs = tmp_path / cluster / "runs"
+        made.append(expand(load(here), "here", runs, base=tmp_path, paths=paths))
+        submit(made[-1], made[-1].runs)
+        folder = RunFolder(made[-1].folder / made[-1].replicates[0].name)
+        assert str(weights) in folder.run["command"]
+        assert folder.run["inputs"][0]["files"].keys() == {str(weights)}
+        assert f"path: {weights}" in (folder.path / "config.yaml").read_text()
+        assert [said for said in problems(made[-1], cluster=True) if "$models" in said] == []
+    assert [run.identity for run in made[0].runs] == [run.identity for run in made[1].runs]
+
+
+def test_a_place_that_the_profile_does_not_name_is_said_with_those_that_it_does(tmp_path):
+    path = write(tmp_path, "source: shapes", "source: $dta/rows.jsonl")
+    expansion = expand(
+        load(path), "here", tmp_path / "runs", base=tmp_path, paths={"data": "/d"}, write=False
+    )
+    (said,) = [said for said in problems(expansion, cluster=True) if "task.source" in said]
+    assert said.startswith("protocol.task.source: $dta/rows.jsonl: the cluster's profile has no")
+    assert "(it has data)" in said

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
+from harness import expand as expand_module
 from harness import lock
+from harness.container import Image
 from harness.expand import expand
-from harness.identity import ROOT
+from harness.identity import ROOT, take_snapshot
 from harness.spec import load
 from tests.harness.test_spec import write
 
@@ -34,3 +38,47 @@ def test_nothing_is_left_to_a_default(tmp_path):
     assert data["protocol"]["optimizer"]["clip_norm"] is not None
     assert data["protocol"]["optimizer"]["lr"] == 1e-5  # the scale's own value, merged
     assert list(data["scales"]) == ["there"]
+
+
+@pytest.fixture
+def locked(tmp_path, monkeypatch):
+    """(expansion, its lock, a function that makes the project's code another one)."""
+    project = tmp_path / "project"
+    (project / "molt_core").mkdir(parents=True)
+    (project / "molt_core" / "a.py").write_text("A = 1\n")
+    made = functools.partial(take_snapshot, root=project)
+    monkeypatch.setattr(expand_module, "take_snapshot", made)
+    expansion = expand(load(write(tmp_path)), "here", tmp_path / "runs", base=tmp_path)
+    expansion.folder.mkdir(parents=True)
+    path = lock.write(expansion, {"commit": "abc"})
+    return expansion, path, lambda: (project / "molt_core" / "a.py").write_text("A = 2\n")
+
+
+def test_a_lock_on_other_code_gives_the_runs_it_was_made_from_out_of_the_codes_copy(
+    locked, tmp_path
+):
+    made, path, edit = locked
+    edit()
+    again = expand(load(path), "here", tmp_path / "runs", base=tmp_path)
+    assert [run.identity for run in again.runs] == [run.identity for run in made.runs]
+    assert (again.snapshot.path / "molt_core" / "a.py").read_text() == "A = 1\n"
+    other = expand(load(tmp_path / "small.yaml"), "here", tmp_path / "runs", base=tmp_path)
+    assert other.runs[0].identity != made.runs[0].identity
+
+
+def test_a_lock_on_other_code_without_a_copy_is_refused_with_code_and_commit(locked, tmp_path):
+    made, path, edit = locked
+    edit()
+    with pytest.raises(ValueError, match=r"made_with\.code: it was made with the code") as error:
+        expand(load(path), "here", tmp_path / "elsewhere", base=tmp_path)
+    assert made.snapshot.hash[:16] in str(error.value) and "commit abc" in str(error.value)
+
+
+def test_an_edited_lock_and_another_image_are_refused(locked, tmp_path):
+    _, path, _ = locked
+    with pytest.raises(ValueError, match=r"made_with\.runs: .*image None, here 11111"):
+        image = Image("/images/a.sif", "1" * 64)
+        expand(load(path), "here", tmp_path / "runs", base=tmp_path, image=image)
+    path.write_text(path.read_text().replace("eps: 1.0e-06", "eps: 1.0e-07"))
+    with pytest.raises(ValueError, match=r"made_with\.runs: these would be other runs"):
+        expand(load(path), "here", tmp_path / "runs", base=tmp_path)

@@ -290,7 +290,7 @@ def test_the_experiment_that_ships_resolves_at_both_scales():
     tiny, cluster = experiment.scales["tiny"], experiment.scales["h100x16"]
     assert experiment.default_scale == "tiny"
     assert len(tiny.seeds) >= 3
-    assert cluster.config("molt", 0).model.path == "Qwen/Qwen3-VL-30B-A3B-Instruct"
+    assert cluster.config("molt", 0).model.path == "$models/Qwen/Qwen3-VL-30B-A3B-Instruct"
     assert cluster.resources.nodes * cluster.resources.devices_per_node == 16
     assert cluster.rules.validity.mismatch_p99 > tiny.rules.validity.mismatch_p99
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import subprocess
@@ -16,6 +17,7 @@ from analysis.plan import Plan
 from harness import submit as submit_module
 from harness.cluster import Cluster
 from harness.command import own_command
+from harness.container import Image
 from harness.expand import expand
 from harness.processes import own_environment
 from harness.run_folder import RunFolder, read_json, write_json
@@ -286,6 +288,30 @@ def test_the_clusters_scale_dry_runs_without_a_cluster(tmp_path):
     assert "Qwen/Qwen3-VL-30B-A3B-Instruct" in shown
     assert "2 nodes x 8 cuda" in shown
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_without_a_cluster_has_the_images_identities_or_says_that_it_has_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(submit_module.shutil, "which", lambda name: None)  # no sbatch here
+    file, profile = tmp_path / "a.sif", tmp_path / "there.yaml"
+    profile.write_text(f"container: {{runtime: apptainer, image: {file}}}\n")
+    where = ["--scale", "here", "--runs", str(tmp_path / "runs")]
+    arguments = [str(write(tmp_path)), "--dry-run", *where, "--cluster", str(profile)]
+    code, shown = command_line(*arguments)
+    assert code == 0 and "those of runs without an image" in " ".join(shown.split())
+    file.write_text("image")
+    code, shown = command_line(*arguments)
+    sha256 = hashlib.sha256(b"image").hexdigest()
+    expansion = expand(
+        load(tmp_path / "small.yaml"),
+        "here",
+        tmp_path / "runs",
+        base=Path.cwd(),
+        write=False,
+        image=Image(str(file), sha256),
+    )
+    assert code == 0 and all(run.name in shown for run in expansion.runs)
 
 
 def test_a_mistake_stops_before_anything_is_written(tmp_path):
