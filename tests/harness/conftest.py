@@ -11,7 +11,9 @@ import pytest
 from harness import scheduler, slurm
 from harness.cores import POOL_ENV
 from harness.identity import digest
+from harness.queue import ask
 from harness.run_folder import RunFolder, write_json
+from harness.sync import default_uri, ensure_store
 
 STAND_IN = """
 import json, os, sys, time
@@ -147,3 +149,34 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "_asked", {})
     monkeypatch.setattr(slurm, "PAUSE_S", 0.01)
     return folder
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """One SQLite store for all: making it takes seconds. Tests are kept apart by the experiment's name."""
+    folder = tmp_path_factory.mktemp("store")
+    uri = (
+        default_uri(folder)
+        if "MLFLOW_TRACKING_URI" not in os.environ
+        else f"sqlite:///{folder}/mlflow.db"
+    )
+    ensure_store(folder, uri)
+    return uri
+
+
+@pytest.fixture
+def planned(make_run, tmp_path):
+    """planned(steps=...) -> a run folder of an experiment that no other test has."""
+
+    def make(name: str = "molt-s0-00000000", **kwargs) -> RunFolder:
+        folder = make_run(name, **kwargs)
+        unique = folder.path.parents[1].with_name(tmp_path.name.replace("-", "_"))
+        if not unique.exists():
+            folder.path.parents[1].rename(unique)
+        moved = RunFolder(unique / "tiny" / name)
+        if not moved.path.exists():
+            folder.path.rename(moved.path)
+        ask(moved.path.parent, [moved.name], [])
+        return moved
+
+    return make

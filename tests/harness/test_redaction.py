@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from harness.cluster import Cluster, Container, load_cluster
@@ -9,7 +14,10 @@ from harness.container import launch
 from harness.problems import SpecError
 from harness.redaction import is_secret_name, redact
 from harness.run_folder import read_json, write_json
+from harness.sbatch import Task
+from harness.slurm import submit_arrays
 from harness.source import read
+from harness.tracking import Tracker
 
 TOKEN = "hf_0123456789abcdefPLANTED"
 
@@ -90,3 +98,39 @@ def test_a_containers_launch_line_names_what_it_passes_and_has_no_value(monkeypa
     line = launch(box, ["true"], variables=profile.exports, passed=profile.passed)
     assert "GREETING=hello" in line and TOKEN not in " ".join(line)
     assert ("--container-env=HF_TOKEN" in line) is (runtime == "pyxis")
+
+
+APPTAINER = '#!/bin/sh\nwhile [ "$1" != "$IMAGE" ]; do shift; done; shift; exec "$@"\n'
+USES_IT = """
+import hashlib
+(run / "used").write_text(hashlib.sha256(os.environ["HF_TOKEN"].encode()).hexdigest())
+"""
+
+
+def test_no_file_of_a_run_has_a_secret_that_the_run_uses(
+    lab, store, planned, job_command, tmp_path, monkeypatch
+):
+    """Batch scripts, records, launch line, store: after a submit to a stand-in Slurm and a job in a stand-in container."""
+    secret = "hf_0123456789abcdefPLANTED"
+    image = tmp_path / "a.sif"
+    image.write_text("image")
+    for name, value in {"HF_TOKEN": secret, "IMAGE": str(image)}.items():
+        monkeypatch.setenv(name, value)
+    (lab / "apptainer").write_text(APPTAINER)
+    (lab / "apptainer").chmod(0o755)
+    profile = tmp_path / "here.yaml"
+    box = f"{{runtime: apptainer, image: {image}, python: {sys.executable}}}"
+    profile.write_text(f"environment: {{HF_TOKEN: , GREETING: hello}}\ncontainer: {box}\n")
+    folder = planned(body=USES_IT + "sys.exit('401')\n")
+    sha256 = hashlib.sha256(b"image").hexdigest()
+    folder.update_run(image={"path": str(image), "sha256": sha256})
+    submit_arrays(folder.path.parent, [Task.of(folder)], load_cluster(profile))
+    subprocess.run(job_command(folder), check=False)
+    Tracker(folder.path.parent, store).sync()
+
+    assert (folder.path / "used").read_text() == hashlib.sha256(secret.encode()).hexdigest()
+    assert "GREETING=hello" in (folder.attempts[-1] / "start.json").read_text()
+    written = [p for p in folder.path.parents[2].rglob("*") if p.is_file()]
+    written += [*Path(store.removeprefix("sqlite:///")).parent.iterdir(), *lab.glob("*.sh")]
+    assert {p.suffix for p in written} >= {".sh", ".json", ".db", ".pkl"}
+    assert [str(p) for p in written if secret.encode() in p.read_bytes()] == []

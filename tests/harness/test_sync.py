@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from harness.cluster import load_cluster
 from harness.processes import own_environment
 from harness.queue import Queue, ask
 from harness.run_folder import RunFolder, hold, is_held, write_json
-from harness.sbatch import Task
-from harness.slurm import submit_arrays
 from harness.status import queue_lock
-from harness.sync import default_uri, ensure_store
 from harness.tracking import Tracker, key_of, new_records, points
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import until
 
 pytestmark = pytest.mark.usefixtures("own_cores")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """One SQLite store for the module: making it takes seconds. Tests are kept apart by the experiment's name."""
-    folder = tmp_path_factory.mktemp("store")
-    uri = (
-        default_uri(folder)
-        if "MLFLOW_TRACKING_URI" not in os.environ
-        else f"sqlite:///{folder}/mlflow.db"
-    )
-    ensure_store(folder, uri)
-    return uri
-
-
-@pytest.fixture
-def planned(make_run, tmp_path):
-    """planned(steps=...) -> a run folder of an experiment that no other test has."""
-
-    def make(name: str = "molt-s0-00000000", **kwargs) -> RunFolder:
-        folder = make_run(name, **kwargs)
-        unique = folder.path.parents[1].with_name(tmp_path.name.replace("-", "_"))
-        if not unique.exists():
-            folder.path.parents[1].rename(unique)
-        moved = RunFolder(unique / "tiny" / name)
-        if not moved.path.exists():
-            folder.path.rename(moved.path)
-        ask(moved.path.parent, [moved.name], [])
-        return moved
-
-    return make
 
 
 def record(folder: RunFolder, step: int, attempt: int = 1, **fields) -> None:
@@ -379,39 +341,3 @@ def test_the_parent_works_while_a_queue_does(store, planned):
     assert MlflowClient(store).get_run(parent).info.status == "RUNNING"
     Tracker(folder.path.parent, store).sync()
     assert MlflowClient(store).get_run(parent).info.status == "FAILED"
-
-
-APPTAINER = '#!/bin/sh\nwhile [ "$1" != "$IMAGE" ]; do shift; done; shift; exec "$@"\n'
-USES_IT = """
-import hashlib
-(run / "used").write_text(hashlib.sha256(os.environ["HF_TOKEN"].encode()).hexdigest())
-"""
-
-
-def test_no_file_of_a_run_has_a_secret_that_the_run_uses(
-    lab, store, planned, job_command, tmp_path, monkeypatch
-):
-    """Batch scripts, records, launch line, store: after a submit to a stand-in Slurm and a job in a stand-in container."""
-    secret = "hf_0123456789abcdefPLANTED"
-    image = tmp_path / "a.sif"
-    image.write_text("image")
-    for name, value in {"HF_TOKEN": secret, "IMAGE": str(image)}.items():
-        monkeypatch.setenv(name, value)
-    (lab / "apptainer").write_text(APPTAINER)
-    (lab / "apptainer").chmod(0o755)
-    profile = tmp_path / "here.yaml"
-    box = f"{{runtime: apptainer, image: {image}, python: {sys.executable}}}"
-    profile.write_text(f"environment: {{HF_TOKEN: , GREETING: hello}}\ncontainer: {box}\n")
-    folder = planned(body=USES_IT + "sys.exit('401')\n")
-    sha256 = hashlib.sha256(b"image").hexdigest()
-    folder.update_run(image={"path": str(image), "sha256": sha256})
-    submit_arrays(folder.path.parent, [Task.of(folder)], load_cluster(profile))
-    subprocess.run(job_command(folder), check=False)
-    Tracker(folder.path.parent, store).sync()
-
-    assert (folder.path / "used").read_text() == hashlib.sha256(secret.encode()).hexdigest()
-    assert "GREETING=hello" in (folder.attempts[-1] / "start.json").read_text()
-    written = [p for p in folder.path.parents[2].rglob("*") if p.is_file()]
-    written += [*Path(store.removeprefix("sqlite:///")).parent.iterdir(), *lab.glob("*.sh")]
-    assert {p.suffix for p in written} >= {".sh", ".json", ".db", ".pkl"}
-    assert [str(p) for p in written if secret.encode() in p.read_bytes()] == []
