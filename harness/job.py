@@ -201,6 +201,7 @@ def _attempt(
     job = os.getpid()
 
     def in_child() -> None:
+        signal.signal(SAVE_AND_STOP, signal.SIG_DFL)  # ignored at the start of a Slurm job
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
         signalled_when_parent_dies(signal.SIGKILL, job)
 
@@ -328,7 +329,8 @@ def _progress(folder: RunFolder, attempt: Path, since: float) -> tuple[Any, ...]
 def hang_bound(folder: RunFolder, attempt: Path, phase: str, ceiling_s: float) -> float:
     """Seconds without progress that are a hang: ``ceiling_s`` until this attempt's own steps say what is usual.
 
-    They say it of steps alone: an evaluation may take many times as long as they do.
+    They say it of steps alone: an evaluation may take many times as long as they do. ``ceiling_s`` bounds what is usual, but
+    never below three of the longest of its steps: a run whose steps are slower than somebody thought is no hang.
     """
     if phase != "training":
         return ceiling_s
@@ -339,7 +341,8 @@ def hang_bound(folder: RunFolder, attempt: Path, phase: str, ceiling_s: float) -
     ]
     if len(took) < USUAL_STEPS:
         return ceiling_s
-    return min(ceiling_s, max(HANG_FLOOR_S, 20 * statistics.median(took), 3 * max(took)))
+    usual = max(HANG_FLOOR_S, 20 * statistics.median(took))
+    return max(min(ceiling_s, usual), 3 * max(took))
 
 
 def main(

@@ -175,7 +175,8 @@ def setup_lines(cluster: Cluster, code: Path, cpus: int) -> list[str]:
         shape = {"workdir": "ATTEMPT", "passed": cluster.passed, "cpus": cpus}
         shown = shlex.join(launch(cluster.container, ["COMMAND"], **shape))
         lines.append(f"# The job starts a run's command by: {shown}")
-    return [*cluster.setup, *lines]
+    # A preemption may come before Python has imported what hears it, and would kill the job without a word.
+    return ["trap '' USR2", *cluster.setup, *lines]
 
 
 def script(

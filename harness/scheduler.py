@@ -78,8 +78,10 @@ def ask_slurm(*command: str, input: str | None = None) -> str:
     except FileNotFoundError as error:
         raise SlurmError(f"there is no {command[0]} here") from error
     if done.returncode != 0:
-        words = (done.stderr or done.stdout).strip().splitlines() or ["no word"]
-        raise SlurmError(f"{command[0]}: {words[-1].removeprefix(f'{command[0]}: ')}")
+        said = (done.stderr or done.stdout).strip().splitlines()
+        said = [line.removeprefix(f"{command[0]}: ") for line in said]
+        words = [line for line in said if not line.startswith("Try ")] or ["no word"]  # "--help"
+        raise SlurmError(f"{command[0]}: {words[-1]}")
     return done.stdout
 
 
@@ -198,6 +200,31 @@ def configuration() -> dict[str, str]:
         pairs = (line.partition("=") for line in lines if "=" in line)
         _asked["config"] = (0.0, {key.strip(): value.strip() for key, _, value in pairs})
     return _asked["config"][1]
+
+
+def longest_times(partition: str | None) -> dict[str, float | None]:
+    """Partition -> longest time limit in seconds, None for no limit; of those that ``partition`` lists, or the default one.
+
+    Raises SlurmError.
+    """
+    asked = partition.split(",") if partition else None
+    found = {}
+    for line in ask_slurm("scontrol", "--oneliner", "show", "partition").splitlines():
+        about = dict(word.partition("=")[::2] for word in line.split())
+        name = about.get("PartitionName")
+        if name in asked if asked else about.get("Default") == "YES":
+            found[name] = seconds(about.get("MaxTime", ""))
+    return found
+
+
+def time_limit_s(directive: str) -> float | None:
+    """What sbatch understands by ``--time``: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    days, _, clock = directive.rpartition("-")
+    parts = clock.split(":")
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    if len(parts) > len(units) or not all(part.isdigit() for part in (days or "0", *parts)):
+        return None
+    return 86400 * int(days or 0) + sum(unit * int(part) for unit, part in zip(units, parts))
 
 
 def describe(job_id: str) -> dict[str, str]:

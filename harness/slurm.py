@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 import uuid
@@ -30,9 +31,11 @@ from harness.scheduler import (
     configuration,
     forget,
     is_busy,
+    longest_times,
     look_up,
     outside_an_allocation,
     queued,
+    time_limit_s,
 )
 
 TRIES, PAUSE_S = 3, 5.0
@@ -185,6 +188,8 @@ def hopeless(folder: Path, runs: Sequence[Run | Task], alive: set[str]) -> dict[
 def work_run(run_dir: str, profile: str) -> None:
     """One task of an array, on its first node: this process becomes the run's job, and gets Slurm's signals."""
     arguments = [sys.executable, "-m", "harness.job", run_dir]
+    # From here on a signal that comes too early waits: what is blocked and what is pending outlives exec.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     os.execve(sys.executable, arguments, {**own_environment(), PROFILE: profile})
 
 
@@ -226,6 +231,24 @@ def refusal(text: str) -> str:
     return ""
 
 
+def endless(text: str) -> str:
+    """Why Slurm would take this script and never start it, "" where it would: by default it lets an impossible limit wait."""
+    set_ = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in text.splitlines()
+        if line.startswith("#SBATCH --")
+    )
+    asked, longest = time_limit_s(set_.get("time", "")), longest_times(set_.get("partition"))
+    if (
+        asked is None
+        or not longest
+        or any(most is None or asked <= most for most in longest.values())
+    ):
+        return ""
+    bounds = ", ".join(f"{name} allows {most / 3600:g} h" for name, most in longest.items())
+    return f"the time limit of {asked / 3600:g} h is over the partition's: {bounds}; the job would wait for ever"
+
+
 def unset(cluster: Cluster) -> list[str]:
     """Variables that the profile names for the jobs and this shell has not set, a sentence each."""
     return [
@@ -241,7 +264,7 @@ def refusals(folder: Path, runs: Sequence[Run], cluster: Cluster) -> list[str]:
         return lacking
     found: dict[str, str] = {}
     for _, text in scripts(folder, runs, cluster):
-        if (said := refusal(text)) and said not in found:
+        if (said := refusal(text) or endless(text)) and said not in found:
             found[said] = ", ".join(
                 line.removeprefix("#SBATCH --") for line in text.splitlines() if _matters(line)
             )

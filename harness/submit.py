@@ -247,13 +247,15 @@ def run_here(console: Console, expansion: Expansion, start: list[str], wait: boo
                 console.print(f"Following: {error}. Ctrl-C ends the watching only.")
                 show.follow(lambda: is_held(lock), draw)
         if queue.sync_failed:
-            console.print(
-                f"MLflow is behind: see {folder}/sync.log; python -m harness.sync mends it."
-            )
+            console.print(_behind(folder))
         if queue.stopping:
             console.print("Stopped. Nothing is lost: the same command goes on from here.")
             return EXIT_INTERRUPTED
     return settle(console, expansion)
+
+
+def _behind(folder: Path) -> str:
+    return f"MLflow is behind: see {folder}/sync.log; python -m harness.sync mends it."
 
 
 def choose_target(asked: str | None, on_slurm: bool, dry_run: bool) -> Cluster | None:
@@ -310,7 +312,9 @@ def run_on_slurm(
     if queued:
         console.print(f"{len(queued)} runs are with Slurm already.")
     if not wait:
-        console.print(f"Watch: python -m harness.status {expansion.experiment.name}")
+        name = expansion.experiment.name
+        console.print(f"Watch: python -m harness.status {name}")
+        console.print(f"MLflow follows while this runs: python -m harness.sync {name} --follow")
         return 0
     follower = start_follower(folder, uri)
     try:
@@ -320,7 +324,8 @@ def run_on_slurm(
         console.print("The jobs go on; python -m harness.cancel stops them.")
         return EXIT_INTERRUPTED
     finally:
-        end_follower(follower)
+        if end_follower(follower):
+            console.print(_behind(folder))
     return settle(console, expansion)
 
 

@@ -330,7 +330,8 @@ def start_database() -> None:
         lambda: answers(*manager, "list", "cluster"),
         MYSQL_UNIX_PORT=str(socket),
     )
-    answers(*manager, "add", "cluster", "local")  # says no where it is there
+    for what in (["cluster", "local"], ["account", "lab"], ["user", user, "account=lab"]):
+        answers(*manager, "add", *what)  # says no where it is there
 
 
 def start_node(name: str) -> None:

@@ -115,6 +115,7 @@ def test_a_beating_heart_is_no_hang(make_run, job_command):
         (10, 10.0, "training", 200.0),  # twenty usual steps
         (10, 0.1, "training", 120.0),  # and never less than two minutes
         (10, 1000.0, "training", 3600.0),  # nor more than was asked for
+        (10, 2000.0, "training", 6000.0),  # but three of its own steps it may always take
         (10, 10.0, "evaluating", 3600.0),
     ],
 )

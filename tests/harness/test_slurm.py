@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ from harness.expand import expand
 from harness.requeue import PROFILE, profile
 from harness.run_folder import read_json, write_json
 from harness.sbatch import arrays, parameters, script
-from harness.scheduler import SlurmError
-from harness.slurm import hopeless, live, refusals, submit_arrays
+from harness.scheduler import SlurmError, time_limit_s
+from harness.slurm import hopeless, live, refusal, refusals, submit_arrays, work_run
 from harness.spec import load
 from harness.status import read_statuses
 from harness.submit import submit
+from tests.harness.conftest import put_on_path
 from tests.harness.test_spec import write
 
 
@@ -205,6 +208,51 @@ def test_what_slurm_would_refuse_is_said_once_before_anything_is_queued(lab, exp
     (said,) = refusals(expansion.folder, expansion.runs, PLAIN)
     assert said.startswith("sbatch: error: invalid partition specified: nowhere")
     assert not expansion.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("directive", "seconds"),
+    [
+        ("90", 5400),
+        ("10:30", 630),
+        ("1:00:00", 3600),
+        ("2-0", 172800),
+        ("1-12", 129600),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+        ("UNLIMITED", None),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(directive, seconds):
+    """The six forms of sbatch(1)."""
+    assert time_limit_s(directive) == seconds
+
+
+def test_an_option_that_sbatch_does_not_know_is_named(tmp_path, monkeypatch):
+    said = "sbatch: unrecognized option '--nonsense'"
+    hint = 'Try "sbatch --help" for more information'
+    put_on_path(
+        tmp_path,
+        monkeypatch,
+        sbatch=f"#!/bin/sh\necho {shlex.quote(said)} >&2; echo '{hint}' >&2; exit 1",
+    )
+    assert refusal("#!/bin/sh\n") == said
+
+
+def test_a_signal_that_comes_before_the_job_can_hear_it_waits(monkeypatch):
+    """Blocked, as it stays over exec."""
+    blocked = []
+
+    def execve(*_):
+        blocked.extend(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    monkeypatch.setattr("os.execve", execve)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        work_run("run", "profile")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert signal.SIGUSR2 in blocked and signal.SIGUSR2 not in before
 
 
 def test_cancel_is_one_scancel(lab, expansion):

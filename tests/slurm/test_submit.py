@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from harness import scheduler
 from harness.canary import with_canaries
 from harness.run_folder import RunFolder
@@ -53,6 +55,20 @@ def test_a_wrong_partition_is_said_before_anything_is_queued(light):
         expansion.folder, expansion.runs, LOCAL.model_copy(update={"partition": "nowhere"})
     )
     assert "Invalid partition name specified" in said and "partition=nowhere" in said
+
+
+@pytest.mark.parametrize("key", ["account", "qos"])
+def test_a_wrong_account_or_quality_of_service_is_said_before_anything_is_queued(light, key):
+    expansion = light()
+    (said,) = refusals(expansion.folder, expansion.runs, LOCAL.model_copy(update={key: "nobody"}))
+    assert "Invalid" in said and f"{key}=nobody" in said
+
+
+def test_a_time_limit_over_the_partitions_is_said_though_slurm_would_let_it_wait(light):
+    expansion = light()
+    longer = LOCAL.model_copy(update={"sbatch": {"time": "5-0"}})
+    (said,) = refusals(expansion.folder, expansion.runs, longer)
+    assert "the time limit of 120 h is over the partition's: main allows 24 h" in said
 
 
 def test_more_devices_than_a_node_has_are_refused(light):
