@@ -74,7 +74,7 @@ def cluster_line(
     folder: RunFolder, run: dict[str, Any], scratch: str
 ) -> tuple[list[str], dict[str, str]]:
     """On several nodes: (what starts their Ray cluster and the run's command on it, its environment, which is the job's)."""
-    own = {**own_environment(), MARK: run["identity"], "TMPDIR": scratch}
+    own = {**own_environment(), MARK: folder.mark, "TMPDIR": scratch}
     return [sys.executable, "-m", "harness.ray_cluster", str(folder.path)], own
 
 
@@ -103,7 +103,7 @@ def own_variables(
     is named by one.
     """
     return {
-        MARK: run["identity"],
+        MARK: folder.mark,
         **program_variables(code_path(folder, run), run, scratch),
         "MOLT_STACKS": str(folder.attempts[-1] / "stacks" / (node or "")),
     }

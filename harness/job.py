@@ -83,7 +83,7 @@ def run_job(run_dir: str | Path) -> Ending:
     with hold(folder.lock, job=fingerprints.scheduler().get("slurm_job_id")):
         if folder.done is not None:
             return Ending("DONE", "was done before")
-        end_leftovers(run["identity"])
+        end_leftovers(folder.mark)
         job_id = requeue.own_job()
         requeue.close_attempts(folder, job_id)
         cluster = requeue.profile(folder.path.parent)
@@ -224,7 +224,7 @@ def _attempt(
             ending = _watch(child, folder, run, attempt)
         finally:
             # The second: what a step of Slurm's holds, which is no descendant.
-            remained = [*end_descendants(), *end_leftovers(run["identity"])]
+            remained = [*end_descendants(), *end_leftovers(folder.mark)]
         return ending, {"ended_with_it": remained} if remained else {}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -261,7 +261,7 @@ def _watch(
             progress, seen_at = latest, now
         phase = progress[0] if progress else "starting"
         if now - seen_at > hang_bound(folder, attempt, phase, resources["hang_after_s"]):
-            dump_stacks(attempt / "stacks", run["identity"])
+            dump_stacks(attempt / "stacks", folder.mark)
             code = _stop(child, attempt, signal.SIGABRT)  # faulthandler writes every thread's stack
             where = f"in phase {progress[0]} at step {progress[1]}" if progress else "ever"
             return Ending("HANG", f"no progress for {now - seen_at:.0f} s {where}", code)

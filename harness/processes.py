@@ -2,7 +2,7 @@
 
 A job is a *subreaper*: whatever its descendants leave behind (a daemon of Ray, an engine of vLLM) becomes its own child and not
 init's, so it can be found and ended. A child may ask to be signalled when its parent dies. And every process of a run
-carries the run's identity in its environment, by which leftovers of a job that was killed outright are found later.
+carries the run's mark in its environment, by which leftovers of a job that was killed outright are found later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 from harness.identity import ROOT
 
 MARK = "MOLT_RUN"
-"""Environment variable that holds the identity of the run a process belongs to."""
+"""Environment variable that says which run a process belongs to (``RunFolder.mark``)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,14 +82,14 @@ def end_descendants(grace_s: float = 5.0) -> list[str]:
         signal.sigtimedwait([signal.SIGCHLD], 0.05)
 
 
-def dump_stacks(folder: Path, identity: str, patience_s: float = 3.0) -> list[Path]:
+def dump_stacks(folder: Path, mark: str, patience_s: float = 3.0) -> list[Path]:
     """Have every process of a run that can (``molt_core/_process.py``) write the stacks of its threads; returns the files.
 
     A process that can has opened ``folder/<pid>.txt`` at its start. The handler is the kernel's business and not the
     interpreter's: it answers from inside a deadlock too.
     """
     alive = {process.pid for process in psutil.Process().children(recursive=True)}
-    alive |= {process.pid for process in leftovers(identity)}  # in a step of Slurm's
+    alive |= {process.pid for process in leftovers(mark)}  # in a step of Slurm's
     files = [file for file in sorted(folder.glob("*.txt")) if int(file.stem) in alive]
     files = [file for file in files if catches(int(file.stem), signal.SIGQUIT)]
     for file in files:
@@ -123,7 +123,7 @@ def reap() -> dict[int, int]:
         ended[pid] = os.waitstatus_to_exitcode(status)
 
 
-def leftovers(identity: str) -> list[psutil.Process]:
+def leftovers(mark: str) -> list[psutil.Process]:
     """This user's processes that carry the run's mark, but for this process and its ancestors."""
     this = psutil.Process()
     own = {this.pid, *(parent.pid for parent in this.parents())}
@@ -132,16 +132,16 @@ def leftovers(identity: str) -> list[psutil.Process]:
         if process.pid in own:
             continue
         try:
-            if process.environ().get(MARK) == identity:
+            if process.environ().get(MARK) == mark:
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
             continue
     return found
 
 
-def end_leftovers(identity: str, grace_s: float = 5.0) -> list[str]:
+def end_leftovers(mark: str, grace_s: float = 5.0) -> list[str]:
     """End what an earlier job of this run left behind; returns the names."""
-    found = leftovers(identity)
+    found = leftovers(mark)
     names = []
     for process in found:
         try:

@@ -139,7 +139,7 @@ class Queue:
         for name, job in list(self.jobs.items()):
             if job.process.poll() is None:
                 continue
-            end_leftovers(job.folder.run["identity"])  # of a job that was itself killed
+            end_leftovers(job.folder.mark)  # of a job that was itself killed
             job.cores.close()
             del self.jobs[name]
             if len(job.folder.attempts) <= self._asked_at(name) and job.folder.done is None:

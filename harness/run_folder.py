@@ -14,6 +14,7 @@ whether it is held does not disturb it. The same lock makes a change to a shared
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -134,6 +135,15 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def mark(self) -> str:
+        """The word that every process of this run carries (``harness/processes.py``).
+
+        The identity alone would be another run's too: of the same experiment, submitted from another folder.
+        """
+        place = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()
+        return f"{self.run['identity']}-{place[:8]}"
 
     @property
     def lock(self) -> Path:

@@ -15,7 +15,7 @@ import pytest
 
 from harness.job import hang_bound
 from harness.processes import dump_stacks, own_environment
-from harness.run_folder import Busy, hold, is_held, read_json, write_json
+from harness.run_folder import Busy, RunFolder, hold, is_held, read_json, write_json
 
 DAEMON = """
 import subprocess
@@ -192,6 +192,24 @@ def test_a_second_job_leaves_the_run_alone(make_run, job_command):
         first.wait(30)
 
 
+def test_the_same_run_in_another_folder_is_left_alone(make_run, job_command, tmp_path):
+    """An experiment that was submitted from two folders: the same identities on one node."""
+    folder = make_run(body=FOREVER)
+    other = RunFolder(tmp_path / "other" / "experiment" / "tiny" / folder.name)
+    write_json(other.path / "run.json", {**folder.run, "code_path": str(tmp_path / "code")})
+    first = subprocess.Popen(job_command(folder))
+    until(lambda: (folder.heartbeat or {}).get("step") == 1)
+    second = subprocess.Popen(job_command(other))
+    try:
+        until(lambda: (other.heartbeat or {}).get("step") == 1)
+        second.terminate()
+        second.wait(30)
+        assert first.poll() is None and folder.end is None
+    finally:
+        first.terminate()
+        first.wait(30)
+
+
 def test_a_done_run_is_not_run_again(make_run, job_command):
     folder = make_run()
     work(job_command(folder))
@@ -251,7 +269,7 @@ def test_the_command_sees_the_snapshot_first_and_not_the_working_tree(make_run, 
     path, cwd, mark = (folder.attempts[-1] / "output.log").read_text().split()
     assert os.path.samefile(path, folder.path / folder.run["code_path"])
     assert os.path.samefile(cwd, folder.attempts[-1])
-    assert mark == folder.run["identity"]
+    assert mark == folder.mark
 
 
 def test_a_copy_of_the_code_that_was_edited_ends_the_attempt_before_it_starts(

@@ -57,7 +57,7 @@ def test_a_run_in_a_container_sees_what_is_mounted_and_saves_when_slurm_says_so(
     assert not seen["secret"] and seen["data"] == "rows" and not seen["data_writable"]
     assert seen["scratch_writable"] and seen["home"] != str(Path.home())
     assert seen["workdir"] == str(folder.attempts[-1])
-    assert (seen["mark"], seen["greeting"]) == (folder.run["identity"], "two words")
+    assert (seen["mark"], seen["greeting"]) == (folder.mark, "two words")
     start = read_json(folder.attempts[-1] / "start.json")
     sha256 = hashlib.sha256((tmp_path / "image").read_bytes()).hexdigest()
     assert start["fingerprints"]["image"] == folder.run["image"]["sha256"] == sha256

@@ -41,7 +41,7 @@ def processes_of(folder: RunFolder) -> dict[str, dict[int, str]]:
     for process in psutil.process_iter():
         try:
             variables = process.environ()
-            if variables.get(MARK) == folder.run["identity"]:
+            if variables.get(MARK) == folder.mark:
                 name = variables["SLURMD_NODENAME"]
                 found.setdefault(name, {})[process.pid] = " ".join(process.cmdline())
         except (psutil.NoSuchProcess, psutil.AccessDenied):
