@@ -136,8 +136,8 @@ def table(rows: list[Cost], title: str) -> Table:
         "runs",
         "attempts",
         "hours",
-        "steps that stand",
-        "done again",
+        "stand",
+        "again",
         "rest",
         "",
     ):

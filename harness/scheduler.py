@@ -20,6 +20,8 @@ REFRESH_S = 20.0
 """A scheduler is asked no more often than this, however often one looks."""
 ANSWER_S = 60.0
 """A command of Slurm that takes longer has not answered."""
+LOOK_S = 20.0
+"""The same of a question that somebody at a terminal waits for."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
 WORKING = ("RUNNING", "CONFIGURING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
 BUSY = ("timed out", "unable to contact", "temporarily unavailable", "communication")
@@ -67,14 +69,14 @@ ENDS = (
 )
 
 
-def ask_slurm(*command: str, input: str | None = None) -> str:
+def ask_slurm(*command: str, input: str | None = None, within_s: float = ANSWER_S) -> str:
     """What a command prints. Raises SlurmError with its last words, also where it does not answer or is not there."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ANSWER_S, input=input
+            command, capture_output=True, text=True, timeout=within_s, input=input
         )
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{command[0]}: timed out after {ANSWER_S:.0f} s") from error
+        raise SlurmError(f"{command[0]}: timed out after {within_s:.0f} s") from error
     except FileNotFoundError as error:
         raise SlurmError(f"there is no {command[0]} here") from error
     if done.returncode != 0:
@@ -105,7 +107,8 @@ def queued(fresh: bool = False) -> dict[str, Job]:
     asked_at, known = _asked.get("squeue", (-math.inf, {}))
     if fresh or time.monotonic() - asked_at > REFRESH_S:
         form = "--format=%i|%T|%r|%N|%L|%j"
-        text = ask_slurm("squeue", "--me", "--array", "--states=all", "--noheader", form)
+        command = ["squeue", "--me", "--array", "--states=all", "--noheader", form]
+        text = ask_slurm(*command, within_s=ANSWER_S if fresh else LOOK_S)
         known = parse_squeue(text)
         _asked["squeue"] = (time.monotonic(), known)
     return known

@@ -231,6 +231,8 @@ def watch_all(console: Console, folders: Sequence[Path]) -> None:
         console.print("The runs go on; python -m harness.cancel stops them.")
         return
     for folder in folders:
+        if not console.is_terminal:  # its lines tell of what changed while one looked
+            console.print(table(read_statuses(folder), f"{folder.parent.name}/{folder.name}"))
         for reason in reasons(read_statuses(folder), folder):
             console.print(reason, markup=False, highlight=False, soft_wrap=True)
 

@@ -101,7 +101,7 @@ def _own_account(folder: RunFolder, job_id: str) -> dict | None:
 
 def _waits(reason: str) -> str:
     ours = WAITS_FOR.get(reason)
-    return f"{ours} ({reason})" if ours else reason
+    return f"{ours} ({reason})" if ours else reason or "it is in the queue"
 
 
 def _ended(folder: RunFolder, job_id: str, job: Job) -> Standing:

@@ -218,7 +218,8 @@ def table(statuses: list[RunStatus], title: str) -> Table:
         "node": [status.node or "-" for status in statuses],
     }
     telling = {"attempt": {"-", "1"}, "node": {"-"}, "phase": {"-"}, "left": {"-"}}
-    if len({status.node for status in statuses if status.node}) < 2:
+    # On a machine's own queue every run has this machine's name.
+    if len({s.node for s in statuses if s.node}) < 2 and not any(s.job for s in statuses):
         columns.pop("node")
     shown = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     kept = {name: cells for name, cells in columns.items() if set(cells) - telling.get(name, set())}

@@ -31,7 +31,7 @@ from harness.problems import SpecError
 from harness.queue import Queue, ask, start_detached
 from harness.run_folder import Busy, RunFolder, describe_holder, hold, is_held
 from harness.scheduler import SlurmError, configuration
-from harness.slurm import hopeless, live, refusals, scripts, submit_arrays
+from harness.slurm import hopeless, job_ids, live, refusals, scripts, submit_arrays
 from harness.spec import load
 from harness.standing import standings
 from harness.status import at_work, queue_lock, read_status, read_statuses
@@ -184,8 +184,7 @@ def main(
         look_at_a_node(console, expansion, chosen, target, as_json)
     start, leave = submit(expansion, chosen)
     show.submitted(console, expansion, start, leave, changed)
-    if as_json:
-        print(json.dumps({"folder": str(expansion.folder), "start": start, "leave": dict(leave)}))
+    told = {"folder": str(expansion.folder), "start": start, "leave": dict(leave)}
     uri = tracking_uri or default_uri(runs)
     try:
         if on_slurm:
@@ -194,7 +193,10 @@ def main(
             code = run_here(console, expansion, start, wait, uri)
     except SlurmError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(EXIT_REFUSED) from error
+        told["error"], code = str(error), EXIT_REFUSED
+    if as_json:
+        ids = job_ids(expansion.folder)
+        print(json.dumps(told | {"jobs": {name: ids[name] for name in start if name in ids}}))
     raise typer.Exit(code)
 
 
