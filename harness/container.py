@@ -39,15 +39,18 @@ class Image:
 def known_image(container: Container, runs: Path, write: bool = True) -> Image | None:
     """The profile's image, None where it has none. Raises ValueError where its file is not there.
 
-    Tens of gigabytes are not read again and again: ``runs/.images.json`` remembers the hash of a file with that size and
-    time of change.
+    Tens of gigabytes are not read again and again: ``runs/.images.json`` remembers the hash of a file with that size, inode and
+    times of change, of which the kernel's own cannot be set.
     """
     if container.runtime == "none":
         return None
     path = Path(str(container.image))
     if not path.is_file():
         raise ValueError(f"container.image: {path} is no file here; see containers/README.md")
-    facts = {"size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
+    found = path.stat()
+    facts = {
+        f"st_{key}": getattr(found, f"st_{key}") for key in ("size", "ino", "mtime_ns", "ctime_ns")
+    }
     cache = runs / ".images.json"
     known = (read_json(cache) or {}).get(str(path), {})
     if known.items() >= facts.items():

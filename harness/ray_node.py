@@ -55,8 +55,9 @@ STACKS, END = "stacks", "end"
 """What a node is told."""
 LAST_PORT = 32767
 """Above are the ports that the kernel gives away."""
-FAR = 797
-"""Blocks between those of a job's starts: more than the jobs that are likely to work on a node at a time."""
+BESIDE, AGAIN = 211, 101
+"""Blocks between the nodes of a job, and between its starts. So jobs whose numbers are less than a hundred apart share none,
+however many nodes each has (up to seven), also where one was started again."""
 GRACE_S = 1.0
 
 
@@ -80,13 +81,13 @@ class Layout:
         job_id: int,
         restarts: int = 0,
     ) -> Layout:
-        """Jobs of successive numbers have blocks of ports beside each other, and so have the nodes of a job.
+        """Jobs of successive numbers have blocks of ports beside each other, the nodes of a job far from each other.
 
         A job that is started again has others than before, one of which may have been taken.
         """
         blocks = (LAST_PORT + 1 - settings.port_base) // len(PORTS)
-        first = (job_id + FAR * restarts) * len(nodes)
-        numbers = [(first + place) % blocks for place in range(len(nodes))]
+        first = job_id + AGAIN * restarts
+        numbers = [(first + BESIDE * place) % blocks for place in range(len(nodes))]
         ports = tuple(settings.port_base + number * len(PORTS) for number in numbers)
         gb = settings.object_store_gb
         gpus = resources.devices_per_node if resources.device == "cuda" else 0

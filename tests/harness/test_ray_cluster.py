@@ -65,6 +65,17 @@ def test_no_two_nodes_of_a_job_and_no_two_neighbouring_jobs_share_a_port():
             seen |= ports
 
 
+def test_neighbouring_jobs_of_other_numbers_of_nodes_share_no_port_wherever_they_meet():
+    """Forty jobs of one to seven nodes, every third of them started again; on a node may be any place of each."""
+    seen: set[int] = set()
+    for job_id in range(1000, 1040):
+        nodes = [f"n{place}" for place in range(1 + job_id % 7)]
+        made = Layout.of(nodes, GPU, RaySettings(), job_id, int(job_id % 3 == 0))
+        ports = {port for name in nodes for port in made.ports(name).values()}
+        assert not ports & seen
+        seen |= ports
+
+
 def test_a_job_that_is_started_again_has_other_ports():
     first, again = (Layout.of(NODES, GPU, RaySettings(), 41, restarts) for restarts in (0, 1))
     ports = [{*at.ports("n7").values(), *at.ports("n8").values()} for at in (first, again)]
