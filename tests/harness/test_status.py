@@ -208,7 +208,7 @@ def test_watch_ends_with_the_last_run(make_run, job_command):
     command = [sys.executable, "-m", "harness.status", "--watch", "--runs", str(scale.parents[1])]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert job.wait(30) == 0
-        assert shown.stdout.splitlines()[-1].split()[:3] == ["molt-s0-00000000", "DONE", "3/3"]
+    assert shown.stdout.splitlines()[-1].split()[:3] == ["molt-s0-00000000", "DONE", "3/3"]
 
 
 @pytest.mark.parametrize("count", [3, 400])
