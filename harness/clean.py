@@ -8,8 +8,9 @@ touched: records, attempts, plans stay. It shows what would go, with sizes, and 
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.identity import remove_snapshot
-from harness.run_folder import RunFolder, is_held, run_folders, scale_folders
+from harness.run_folder import Busy, RunFolder, hold, is_held, run_folders, scale_folders
 from harness.slurm import job_ids
 from harness.status import queue_lock
 from molt_core.train.checkpoint import MARKER
@@ -52,9 +53,7 @@ def size_of(path: Path) -> int:
 
 
 def superfluous(folder: RunFolder, keep: int) -> Iterator[Item]:
-    """What of one run nobody needs any more."""
-    if folder.is_working():
-        return
+    """What of one run nobody needs any more; of one at work nothing may go, see ``remove``."""
     done = folder.done is not None
     found = sorted(path for path in (folder.path / "checkpoints").glob("step-*") if path.is_dir())
     whole = [path for path in found if (path / MARKER).exists()]
@@ -93,6 +92,27 @@ def unnamed_code(runs: Path) -> Iterator[Item]:
         yield Item(draft, size_of(draft), "a copy of the code that was never finished")
 
 
+def remove(
+    folders: Iterable[RunFolder], items: Iterable[Item], keep: int, runs: Path
+) -> list[Item]:
+    """Remove what of ``items`` may go still; returns it. A run that has started to work since they were looked for is left."""
+    shown, gone = {item.path for item in items}, []
+    for folder in folders:
+        try:
+            with hold(folder.lock):
+                gone += _remove(superfluous(folder, keep), shown)
+        except Busy:
+            continue
+    return gone + (_remove(unnamed_code(runs), shown) if (runs / ".code").exists() else [])
+
+
+def _remove(items: Iterable[Item], shown: set[Path]) -> list[Item]:
+    chosen = [item for item in items if item.path in shown]
+    for item in chosen:
+        item.remove()
+    return chosen
+
+
 def main(
     experiment: Annotated[str | None, typer.Argument(help="name; all where left out")] = None,
     scale: Annotated[str | None, typer.Option(help="only this scale")] = None,
@@ -102,11 +122,17 @@ def main(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show, remove nothing")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     runs: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="for machines; with --yes or --dry-run, as it cannot ask")
+    ] = False,
 ) -> None:
     """Remove old checkpoints, trajectories and copies of the code, after asking.
 
-    Exit codes: 0 removed, or nothing to remove; 2 there is no such experiment; 3 declined.
+    Exit codes: 0 removed, or nothing to remove; 2 there is no such experiment, or --json alone; 3 declined.
     """
+    if as_json and not (yes or dry_run):
+        typer.echo("--json cannot ask: add --dry-run or --yes", err=True)
+        raise typer.Exit(2)
     try:
         folders = [
             run for folder in scale_folders(runs, experiment, scale) for run in run_folders(folder)
@@ -114,8 +140,14 @@ def main(
     except FileNotFoundError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
-    items = [item for folder in folders for item in superfluous(folder, keep)]
+    resting = [folder for folder in folders if not folder.is_working()]
+    items = [item for folder in resting for item in superfluous(folder, keep)]
     items += unnamed_code(runs) if experiment is None and scale is None else []
+    if as_json:
+        found = items if dry_run else remove(resting, items, keep, runs)
+        about = [{"path": str(i.path), "bytes": i.size, "why": i.why} for i in found]
+        print(json.dumps({"would_go" if dry_run else "removed": about}))
+        return
     if not items:
         typer.echo("Nothing to remove.")
         return
@@ -132,9 +164,10 @@ def main(
     if not yes and not typer.confirm(f"Remove these {len(items)}, {total:.2f} GB?"):
         typer.echo("Nothing was removed.")
         raise typer.Exit(EXIT_DECLINED)
-    for item in items:
-        item.remove()
-    typer.echo(f"Removed {len(items)}, {total:.2f} GB.")
+    gone = remove(resting, items, keep, runs)
+    typer.echo(f"Removed {len(gone)}, {sum(item.size for item in gone) / 1e9:.2f} GB.")
+    if len(gone) < len(items):
+        typer.echo(f"{len(items) - len(gone)} are left: their runs work by now.")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -17,6 +21,12 @@ def checkpoints(folder, *steps: int, torn: int | None = None):
         (path / "shard").write_bytes(b"x" * 100)
         if step != torn:
             (path / MARKER).write_text("{}")
+
+
+def command() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(clean.main)
+    return app
 
 
 def names(folder, keep: int = 1) -> list[str]:
@@ -70,19 +80,48 @@ def test_a_copy_of_the_code_goes_that_no_run_and_no_waiting_job_names(make_run, 
     assert sorted(path.name for path in store.iterdir()) == ["a" * 16, "b" * 16]
 
 
-def test_a_run_at_work_is_left_alone(make_run):
+@pytest.mark.parametrize("since", ["before", "while it asked"])
+def test_a_run_at_work_is_left_alone(make_run, since):
     folder = make_run()
     checkpoints(folder, 10, 20)
+    write_json(folder.path.parent / "queue.json", {"order": [folder.name], "work": {}})
+    items = list(clean.superfluous(folder, 1))
     with hold(folder.lock):
-        assert names(folder) == []
+        if since == "before":
+            told = CliRunner().invoke(command(), ["--runs", str(folder.path.parents[2]), "--yes"])
+            assert told.output.strip() == "Nothing to remove."
+        else:
+            assert clean.remove([folder], items, 1, folder.path.parents[2]) == []
+    assert names(folder) == ["10"]
+
+
+def test_what_was_not_shown_stays(make_run):
+    """A run that has worked in between has other checkpoints to spare."""
+    folder = make_run()
+    checkpoints(folder, 10, 20)
+    items = list(clean.superfluous(folder, 1))
+    checkpoints(folder, 30)
+    gone = clean.remove([folder], items, 1, folder.path.parents[2])
+    assert [item.path.name for item in gone] == ["step-00000010"] and names(folder) == ["20"]
+
+
+def test_a_machine_says_yes_beforehand(make_run):
+    folder = make_run()
+    checkpoints(folder, 10, 20)
+    write_json(folder.path.parent / "queue.json", {"order": [folder.name], "work": {}})
+    arguments = ["--runs", str(folder.path.parents[2]), "--json"]
+    assert CliRunner().invoke(command(), arguments).exit_code == 2 and names(folder) == ["10"]
+    told = json.loads(CliRunner().invoke(command(), [*arguments, "--dry-run"]).stdout)
+    assert [Path(i["path"]).name for i in told["would_go"]] == ["step-00000010"]
+    told = json.loads(CliRunner().invoke(command(), [*arguments, "--yes"]).stdout)
+    assert len(told["removed"]) == 1 and names(folder) == []
 
 
 def test_nothing_goes_without_a_yes(make_run):
     folder = make_run()
     checkpoints(folder, 10, 20)
     write_json(folder.path.parent / "queue.json", {"order": [folder.name], "work": {}})
-    app = typer.Typer()
-    app.command()(clean.main)
+    app = command()
     arguments = ["--runs", str(folder.path.parents[2])]
     declined = CliRunner().invoke(app, arguments, input="n\n")
     assert declined.exit_code == clean.EXIT_DECLINED and names(folder) == ["10"]
