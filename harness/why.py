@@ -35,6 +35,7 @@ WAITING = {
     "JobHeldAdmin": "Ask the cluster's people; they hold it.",
     "launch failed requeued held": "See what failed on its node, then `scontrol release {job}`.",
     "BadConstraints": "Take nodes out of the profile's exclude, then `python -m harness.cancel` it and submit again.",
+    "PartitionTimeLimit": "Its time limit is over the partition's: lower it, `python -m harness.cancel` it, submit again.",
     "DependencyNeverSatisfied": "See the run it needs first.",
 }
 """What to do where a job waits for more than its turn, by Slurm's word for it."""
