@@ -33,12 +33,13 @@ def _firsts(expansion: Expansion) -> list[Run]:
 
 def _canary(run: Run) -> Run:
     steps = min(STEPS, run.config.loop.steps)
+    saves_after = max(1, steps - 1)  # the last step leaves the policy and no checkpoint
     config = run.config.model_copy(
         update={
             "loop": run.config.loop.model_copy(update={"steps": steps}),
             "evaluation": run.config.evaluation.model_copy(update={"every": steps}),
             "checkpoint": run.config.checkpoint.model_copy(
-                update={"every_steps": steps, "keep_best": None}
+                update={"every_steps": saves_after, "keep_best": None}
             ),
         }
     )

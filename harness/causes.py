@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Kind = Literal["success", "interrupted", "accident", "outcome"]
@@ -100,7 +99,11 @@ JUDGED = Cause(
     "A defect: read the error. A mended program is a new run: submit. The same again: `retry --force`, which is marked.",
 )
 
-_OOM = re.compile(r"out of memory|OutOfMemory|\bMemoryError|Cannot allocate memory", re.IGNORECASE)
+_OOM = re.compile(
+    r"out of memory|OutOfMemory|\bMemoryError|Cannot allocate memory|oom_kill event|\bOOM Killed\b",
+    re.IGNORECASE,
+)
+"""The last two are slurmstepd's, of a step that the kernel has killed in."""
 _HARDWARE = re.compile(
     r"uncorrectable.{0,20}ECC|CUDA-capable device\(?s?\)? (is|are).{0,4}busy|no CUDA-capable device|fallen off the bus"
     r"|NVLink.{0,20}error",
@@ -124,10 +127,15 @@ def cause(state: str) -> Cause:
 
 def told_by(words: str) -> str | None:
     """OOM or INFRA where the words of an error say so, else None."""
-    if _OOM.search(words):
+    if is_memory(words):
         return "OOM"
     known = is_hardware(words) or is_port(words) or _INFRASTRUCTURE.search(words)
     return "INFRA" if known else None
+
+
+def is_memory(words: str) -> bool:
+    """True where they speak of memory that there was not."""
+    return bool(_OOM.search(words))
 
 
 def is_hardware(words: str) -> bool:
@@ -143,19 +151,15 @@ def is_port(words: str) -> bool:
 def from_slurm(state: str, nodes: str, reason: str) -> tuple[str, str]:
     """(state, sentence) of a job that ended and whose own account is missing."""
     where = f" on {nodes}" if nodes else ""
+    several = "[" in nodes or "," in nodes
+    its_node = f"one of {nodes}" if several else nodes or "its node"
     return {
         "CANCELLED": ("KILLED", f"its job was cancelled{where}"),
         "TIMEOUT": ("TIMEOUT", f"Slurm ended its job at the time limit{where}"),
         "DEADLINE": ("TIMEOUT", "its job could not be done before its deadline"),
         "OUT_OF_MEMORY": ("OOM", f"its job was killed for memory{where}"),
-        "NODE_FAIL": ("NODE_FAIL", f"{nodes or 'its node'} failed"),
-        "BOOT_FAIL": ("NODE_FAIL", f"{nodes or 'its node'} did not start"),
+        "NODE_FAIL": ("NODE_FAIL", f"{its_node} failed"),
+        "BOOT_FAIL": ("NODE_FAIL", f"{its_node} did not start"),
         "PREEMPTED": ("PREEMPTED", f"a job of higher priority took {nodes or 'its nodes'}"),
         "FAILED": ("KILLED", f"its job failed{where} before it could write why ({reason})"),
     }.get(state, ("KILLED", f"its job is {state}{where}, and it left no word"))
-
-
-def kills_for_memory(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """How many processes of this machine the kernel has killed for memory since boot, by a job's limit or the machine's."""
-    found = re.search(r"^oom_kill (\d+)$", vmstat.read_text(), re.MULTILINE)
-    return int(found.group(1)) if found else 0

@@ -27,7 +27,6 @@ import typer
 
 from harness import container, fingerprints, inputs, notify, requeue
 from harness.avoid import avoided
-from harness.causes import kills_for_memory
 from harness.cluster import Cluster
 from harness.command import (
     cluster_line,
@@ -37,6 +36,7 @@ from harness.command import (
     own_variables,
 )
 from harness.identity import changed_snapshot
+from harness.memory import kills_in_job
 from harness.needs import inherited, plan_digest, unmet_need
 from harness.outcome import judge_exit, last_lines
 from harness.processes import (
@@ -240,7 +240,7 @@ def _watch(
 ) -> Ending:
     """Wait for the first of: the command's end, a signal, a hang, the time limit."""
     resources = run["resources"]
-    job_id, kills = requeue.own_job(), kills_for_memory()
+    job_id, kills = requeue.own_job(), kills_in_job() or 0
     progress, seen_at, started = None, time.monotonic(), time.monotonic()
     while True:
         caught = signal.sigtimedwait(WATCHED, TICK_S)
@@ -251,7 +251,7 @@ def _watch(
             if child.returncode < 0 and (number := _signalled(caught)) is not None:
                 told = requeue.notice(number, job_id)
                 return Ending(told.state, told.reason, child.returncode)
-            memory = kills_for_memory() > kills
+            memory = (kills_in_job() or 0) > kills
             return Ending(*judge_exit(folder, attempt, child.returncode, memory), child.returncode)
         now = time.monotonic()
         if (number := _signalled(caught, 0)) is not None:
@@ -363,7 +363,10 @@ def main(
     if ending.goes_back:
         ending = _go_back(folder, job_id, ending)
     elif job_id is not None and ending.state == "PREEMPTED":
-        requeue.stay_out(job_id)
+        try:
+            requeue.stay_out(job_id)
+        except SlurmError as error:  # Slurm starts it again, and that start sees that it may not
+            typer.echo(f"{folder.name}: it may be started once more: {error}", err=True)
     typer.echo(f"{run_dir.name}: {ending.state}{f': {ending.reason}' if ending.reason else ''}")
     notify.after(folder, goes_back=ending.goes_back)
     if ending.goes_back:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.causes import told_by
+from harness.causes import is_memory, told_by
 from harness.run_folder import RunFolder, read_json, tail_records, write_json
 
 EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED = 2, 3, 4
@@ -90,7 +90,7 @@ def judge_exit(
 ) -> tuple[str, str]:
     """(state, reason) of a command that ended by itself with ``code`` (negative: by that signal).
 
-    ``killed_for_memory``: the kernel did so to some process of this machine meanwhile.
+    ``killed_for_memory``: the kernel did so to some process of this job meanwhile.
     A run that is done gets its ``done.json`` here, before anything else says that it is done.
     """
     if code == 0:
@@ -109,6 +109,10 @@ def judge_exit(
     if -code in CRASHES:
         crashed = f"{signal.Signals(-code).name} ended the command, a crash of its own: {said}"
         return told_by(said) or "FAILED", crashed
+    if code == -signal.SIGKILL and is_memory(
+        said
+    ):  # a step of Slurm's, whose group is gone with it
+        return "OOM", said
     if code < 0:
         return "KILLED", f"{signal.Signals(-code).name} ended the command"
     if code == EXIT_JUDGED:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.causes import is_port
+from harness.causes import is_memory, is_port
 from harness.cluster import Cluster
 from harness.command import command_line, environment, own_variables
 from harness.container import command_pid, own_code
@@ -201,10 +201,11 @@ class RayCluster:
             raise self._lost(f"{who}, srun with code {code}: {self._words()}", nodes)
 
     def _lost(self, words: str, nodes: Sequence[str]) -> Lost:
-        """NODE_FAIL of ``nodes``; where the log says that a port was taken, INFRA and nobody's fault."""
-        taken = [line for line in last_lines(self.log) if is_port(line)]
-        if taken:
-            return Lost("INFRA", f"{words}; {taken[-1].strip()}")
+        """NODE_FAIL of ``nodes``; where the log says that a port was taken, or memory was short, no node's fault."""
+        for reason, is_it in (("INFRA", is_port), ("OOM", is_memory)):
+            said = [line.strip() for line in last_lines(self.log) if is_it(line)]
+            if said:
+                return Lost(reason, f"{words}; {said[-1]}")
         return Lost("NODE_FAIL", words, nodes)
 
     def write_stacks(self, folder: Path, patience_s: float = 4.0) -> None:

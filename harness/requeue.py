@@ -8,7 +8,6 @@ circle for ever.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -28,8 +27,6 @@ from harness.run_folder import (
     RunFolder,
     hold,
     read_json,
-    run_folders,
-    tail_records,
     write_json,
 )
 from harness.scheduler import SlurmError, ask_slurm, describe, is_busy
@@ -146,7 +143,7 @@ def close_attempts(folder: RunFolder, job_id: str | None) -> None:
     beat = folder.heartbeat or {}
     began = start.get("time", attempts[-1].stat().st_mtime)
     ended = max(began, beat.get("time_unix", began))
-    state, reason = _afterwards(job_of(start), again=job_of(start) == job_id)
+    state, reason, lost = _afterwards(job_of(start), again=job_of(start) == job_id)
     write_json(
         attempts[-1] / "end.json",
         {
@@ -158,12 +155,13 @@ def close_attempts(folder: RunFolder, job_id: str | None) -> None:
             "ended": ended,
             "duration_s": ended - began,
             "written_by": "the next attempt",
+            **({"lost_nodes": lost} if state == "NODE_FAIL" else {}),
         },
     )
 
 
-def _afterwards(job_id: str | None, again: bool) -> tuple[str, str]:
-    """What became of a job that left no word: Slurm's records of it, the last that is an end.
+def _afterwards(job_id: str | None, again: bool) -> tuple[str, str, list[str]]:
+    """What became of a job that left no word, and the nodes at fault: Slurm's records of it, the last that is an end.
 
     ``again``: the same job is running once more, so what is looked for is an end before the present one.
     """
@@ -178,27 +176,26 @@ def _afterwards(job_id: str | None, again: bool) -> tuple[str, str]:
             word = state.split()[0] if state else ""
             if word in ("RUNNING", "PENDING", "COMPLETING", "REQUEUED", ""):
                 continue
-            return from_slurm(word, nodes, "")
+            lost = _failed_of(nodes) if word in ("NODE_FAIL", "BOOT_FAIL") else []
+            return *from_slurm(word, ",".join(lost) or nodes, ""), lost
         if again:
-            return "NODE_FAIL", "its job was put back into the queue without a word of its own"
-    return "KILLED", "its job was killed without a word"
+            return "NODE_FAIL", "its job was put back into the queue without a word of its own", []
+    return "KILLED", "its job was killed without a word", []
 
 
-def lead_s(scale_folder: Path, least_s: int) -> int:
-    """Seconds before the time limit at which a run must be told to save: two of the longest steps measured here, and a margin.
-
-    The step in progress is finished before the save, and a step's time has evaluation and checkpoint in it. Earlier runs of
-    the experiment are measured, canaries too; before there are any, ``least_s`` stands.
-    """
-    longest = max(
-        (
-            record.get("wall_s", 0.0)
-            for folder in run_folders(scale_folder)
-            for record in tail_records(folder.metrics, 50)
-        ),
-        default=0.0,
+def _failed_of(nodes: str) -> list[str]:
+    """Those of Slurm's list ``nodes`` that failed: the one, or of several those that are down now; [] where none is."""
+    if not nodes or not ("[" in nodes or "," in nodes):
+        return [nodes] if nodes else []
+    try:
+        text = ask_slurm("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T")
+    except SlurmError:
+        return []
+    listed = {tuple(line.strip().split("|")) for line in text.splitlines()}
+    # A star: it does not answer.
+    return sorted(
+        n for n, state in listed if state.endswith("*") or state.startswith(("down", "fail"))
     )
-    return max(least_s, math.ceil(2 * longest + MARGIN_S)) if longest else least_s
 
 
 def stay_out(job_id: str) -> None:

@@ -20,8 +20,9 @@ from harness.avoid import avoided
 from harness.cluster import Cluster
 from harness.expand import Run
 from harness.identity import TOOLS, digest, take_snapshot
+from harness.lead import lead
 from harness.processes import own_environment
-from harness.requeue import PROFILE, lead_s
+from harness.requeue import PROFILE
 from harness.run_folder import RunFolder, read_json, write_json
 from harness.sbatch import Array, Task, arrays, job_name, script
 from harness.scheduler import (
@@ -51,7 +52,6 @@ def planned_arrays(runs: Iterable[Run | Task], cluster: Cluster) -> list[Array]:
 def scripts(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) -> list[tuple[str, str]]:
     """(job name, batch script) of each array as it would be sent; jobs to come stand as ``<their name>``."""
     folder = folder.resolve()
-    cluster = _with_lead(folder, cluster)
     code = take_snapshot(folder.parents[1] / ".code", write=False, code=TOOLS).path
     ids, found = job_ids(folder), []
     avoid = sorted(avoided(folder, cluster, write=False).nodes)
@@ -70,7 +70,6 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
     if lacking := unset(cluster):
         raise SlurmError(lacking[0])
     folder = folder.resolve()
-    cluster = _with_lead(folder, cluster)
     ids = job_ids(folder)
     profile = keep_profile(folder, cluster)
     # A job waits for hours: it works with what was submitted, not with what has been edited since.
@@ -101,10 +100,6 @@ def keep_profile(folder: Path, cluster: Cluster) -> Path:
     return path
 
 
-def _with_lead(folder: Path, cluster: Cluster) -> Cluster:
-    return cluster.model_copy(update={"warn_s": lead_s(folder, cluster.warn_s)})
-
-
 def _script(
     array: Array,
     cluster: Cluster,
@@ -116,6 +111,10 @@ def _script(
 ) -> str:
     pending = [need for need in array.needs if RunFolder(folder / need).done is None]
     after = {need: ids[need] for need in pending}
+    # In each array's own text, and not in the profile that the jobs read: another shape's lead is another.
+    ahead = lead(folder, array.resources, cluster.warn_s)
+    said = f"# USR2 comes {ahead.seconds} s before the end: {ahead.words}"
+    cluster = cluster.model_copy(update={"warn_s": ahead.seconds, "setup": (said, *cluster.setup)})
     return script(array, cluster, name, after, code, folder / "slurm", avoid)
 
 

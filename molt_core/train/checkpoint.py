@@ -4,6 +4,7 @@
       trainer/         weights, moments, schedule, random streams: what the ranks of the trainer wrote
       loop.pickle      version, books, place in the data, finished groups that wait for the trainer
       complete.json    step, its metrics record, the size of every file; written last
+    RUN/checkpoints/saves.jsonl    of every save: step, seconds until it was whole, bytes
 
 It is written under a name that starts with a dot, synced, and renamed, so a kill leaves either nothing or all of it. What a
 broken disk or a half-copied folder leaves is noticed by the sizes, named, and passed over for the newest complete one.
@@ -17,6 +18,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ from ray import cloudpickle
 from molt_core.config import CheckpointConfig
 
 MARKER, LOOP_STATE, TRAINER = "complete.json", "loop.pickle", "trainer"
+SAVES = "saves.jsonl"
 SCHEMA_VERSION = 1
 
 
@@ -130,6 +133,12 @@ class CheckpointStore:
             _remove(checkpoint.path)
         return read_checkpoint(path)
 
+    def note(self, made: Checkpoint, save_s: float) -> None:
+        """Write down how long the whole of a save has taken, which a scheduler's warning must leave time for."""
+        facts = {"step": made.step, "save_s": save_s, "bytes": made.bytes}
+        with open(self.folder / SAVES, "a") as file:
+            file.write(json.dumps(facts) + "\n")
+
 
 def superfluous(checkpoints: Sequence[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
     """Those of ``checkpoints`` (by step) that the configuration does not keep. Never the newest.
@@ -195,6 +204,7 @@ class Saver:
 
         The save before it must have ended (``wait``).
         """
+        self._began = time.monotonic()
         self._loop_state = cloudpickle.dumps(loop_state)
         self._draft = self.store.draft(step)
         try:
@@ -209,9 +219,10 @@ class Saver:
     async def _complete(self, record: Mapping[str, Any]) -> None:
         try:
             await self.trainer.finish_save()
-            await asyncio.to_thread(
+            made = await asyncio.to_thread(
                 self.store.commit, self._draft, self._loop_state, record, self.policy
             )
+            self.store.note(made, time.monotonic() - self._began)
         except CheckpointError:
             raise
         except Exception as error:

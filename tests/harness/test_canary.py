@@ -37,5 +37,6 @@ def test_it_is_short_evaluates_and_saves_and_its_configuration_is_a_valid_one(ex
     canary = next(run for run in found.runs if run.kind == "canary")
     folder = RunFolder(found.folder / canary.name)
     config = load_run_config(folder.path / "config.yaml")
-    assert (config.loop.steps, config.evaluation.every, config.checkpoint.every_steps) == (3, 3, 3)
+    assert (config.loop.steps, config.evaluation.every) == (3, 3)
+    assert [step for step in range(1, 4) if config.saves_after(step)] == [2]
     assert folder.run["command"][2] == "molt_core.train"

@@ -6,7 +6,14 @@ import pytest
 
 from harness import requeue
 from harness.cluster import Attempts
-from harness.requeue import ends_of_job, go_back, lost_its_place, may_go_back, own_job
+from harness.requeue import (
+    close_attempts,
+    ends_of_job,
+    go_back,
+    lost_its_place,
+    may_go_back,
+    own_job,
+)
 from harness.retry import choose
 from harness.run_folder import hold, write_json
 from harness.scheduler import SlurmError
@@ -64,6 +71,25 @@ def test_a_run_requeues_its_own_task_and_not_its_array(monkeypatch):
     assert own_job() == "5_3"
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
     assert own_job() == "9"
+
+
+@pytest.mark.parametrize(
+    ("seen", "lost", "words"),
+    [
+        ("n1|down*\\nn1|down*\\nn2|mixed\\n", ["n1"], "n1 failed"),
+        ("n1|idle\\nn2|mixed\\n", [], "one of n[1-2] failed"),  # it is back already
+    ],
+)
+def test_of_several_nodes_the_one_that_is_down_has_failed_and_no_other_is_blamed(
+    make_run, tmp_path, monkeypatch, seen, lost, words
+):
+    says = {"sacct": "NODE_FAIL|n[1-2]\\nRUNNING|n[3-4]\\n", "sinfo": seen}
+    scripts = {name: f"#!/bin/sh\nprintf '{text}'\n" for name, text in says.items()}
+    put_on_path(tmp_path, monkeypatch, **scripts)
+    folder = make_run()
+    write_json(folder.new_attempt() / "start.json", {"time": 1.0, "slurm_job_id": "5"})
+    close_attempts(folder, "5")
+    assert folder.end["reason"] == f"NODE_FAIL: {words}" and folder.end["lost_nodes"] == lost
 
 
 SCONTROL = """#!/bin/sh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from harness.cancel import cancel
 from harness.cluster import Cluster
 from harness.expand import expand
+from harness.lead import longest
 from harness.requeue import PROFILE, profile
-from harness.run_folder import read_json, write_json
+from harness.run_folder import RunFolder, read_json, write_json
 from harness.sbatch import arrays, parameters, script
 from harness.scheduler import SlurmError, time_limit_s
 from harness.slurm import hopeless, live, refusal, refusals, submit_arrays, work_run
@@ -285,12 +287,43 @@ def test_a_job_that_waits_keeps_the_profile_that_it_was_sent_with(lab, expansion
     assert profile(expansion.folder).partition == "second"  # a retry's
 
 
-def test_a_run_is_told_to_save_two_of_its_longest_steps_ahead(lab, expansion):
-    """A step of 300 s was measured: 2 x 300 and 10 to spare; the profile's own 120 before that."""
-    start, _ = submit(expansion, expansion.runs)
-    sent(expansion, start[:1], PLAIN)
+def measured(folder: RunFolder, steps: Sequence[float] = (), saves: Sequence[float] = ()) -> None:
+    """Leave in ``folder`` what a run of those times leaves."""
+    file = folder.path / "checkpoints" / "saves.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(f'{{"step": 1, "save_s": {took}, "bytes": 9}}\n' for took in saves))
+    folder.metrics.write_text("".join(f'{{"step": 1, "wall_s": {took}}}\n' for took in steps))
+
+
+def test_a_run_is_told_to_save_a_step_and_a_save_ahead_as_they_were_measured(lab, expansion):
+    """Of runs on the same shape: a step of 300 s, a save of 45 s, 10 s to spare; the profile's own 120 s before that."""
+    submit(expansion, expansion.runs)
+    needs, names = expansion.runs[:2], [run.name for run in expansion.replicates]
+    for run in needs:
+        write_json(expansion.folder / run.name / "done.json", {"attempt": 1})
+        measured(RunFolder(expansion.folder / run.name), steps=[9000.0], saves=[9000.0])  # one node
+    train = RunFolder(expansion.folder / names[0])
+    sent(expansion, names[:1], PLAIN)
     assert directives(lab, 101)["signal"] == "B:USR2@120"
-    with open(expansion.folder / expansion.replicates[0].name / "metrics.jsonl", "w") as file:
-        file.writelines(f'{{"step": {n}, "wall_s": {n}}}\n' for n in (20, 300, 30))
-    sent(expansion, start[1:2], PLAIN)
-    assert directives(lab, 102)["signal"] == "B:USR2@610"
+    measured(train, steps=[20.0, 300.0, 30.0], saves=[45.0, 40.0])
+    sent(expansion, names[1:2], PLAIN)
+    assert directives(lab, 102)["signal"] == "B:USR2@355"
+    said = (
+        "# USR2 comes 355 s before the end: longest step 300.0 s, longest save 45.0 s, margin 10 s"
+    )
+    assert said in (lab / "102.sh").read_text()
+    assert read_json(expansion.folder / "cluster.json")["warn_s"] == 120
+
+
+@pytest.mark.parametrize(
+    ("step_s", "save_s", "seconds"),
+    [
+        (0.0, 0.0, 120),
+        (300.0, 0.0, 430),  # no save measured: the profile's time for it
+        (20.0, 400.0, 810),  # the save in progress is finished first, and another made
+        (20.0, 30.0, 120),
+        (3000.0, 400.0, 1800),  # half of the limit
+    ],
+)
+def test_the_lead_has_room_for_what_is_in_progress_and_for_a_save(step_s, save_s, seconds):
+    assert longest(step_s, save_s, least_s=120, limit_s=3600).seconds == seconds

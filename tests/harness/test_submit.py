@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -43,6 +44,12 @@ def command_line(*arguments: str) -> tuple[int, str]:
     app.command()(submit_module.main)
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
     return result.exit_code, result.output
+
+
+def slurm_is(here: bool, monkeypatch) -> None:
+    """As `submit` sees it; whoever else looks for a program finds what there is."""
+    found = SimpleNamespace(which=lambda name: f"/usr/bin/{name}" if here else None)
+    monkeypatch.setattr(submit_module, "shutil", found)
 
 
 # What a submit writes
@@ -344,7 +351,7 @@ def test_a_scale_that_does_not_fit_here_is_refused_with_the_way_out(tmp_path, mo
 
 
 def test_local_works_the_runs_here_where_there_is_slurm(tmp_path, monkeypatch):
-    monkeypatch.setattr(submit_module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    slurm_is(True, monkeypatch)
     monkeypatch.setattr(submit_module, "run_here", lambda *_: 0)
     monkeypatch.setattr(submit_module.preflight, "problems", lambda *_, **__: [])
     arguments = [str(write(tmp_path)), "--scale", "here", "--runs", str(tmp_path / "runs")]
@@ -364,7 +371,7 @@ def test_the_default_scale_is_for_machines_without_slurm(tmp_path):
 
 
 def test_json_names_what_was_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(submit_module.shutil, "which", lambda name: None)  # no cluster here
+    slurm_is(False, monkeypatch)
     monkeypatch.setattr(submit_module, "run_here", lambda *_: 0)
     monkeypatch.setattr(submit_module.preflight, "problems", lambda *_, **__: [])
     code, shown = command_line(

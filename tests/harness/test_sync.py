@@ -232,7 +232,10 @@ def test_verdicts_are_tags_and_valid_values_final_metrics(store, planned):
 def test_the_queue_keeps_mlflow_current_until_the_end(store, planned):
     folder = planned(body=TRAIN)
     ask(folder.path.parent, [folder.name], [folder.name])
-    Queue(folder.path.parent, store).work()
+    queue = Queue(folder.path.parent, store)
+    queue.work()
+    assert not queue.sync_failed, (folder.path.parent / "sync.log").read_text()
+    assert folder.done is not None, folder.end
     run = child(store, folder)
     assert run.info.status == "FINISHED"
     assert history(store, folder, "reward_mean") == [(1, 1 / 3), (2, 2 / 3), (3, 1.0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.causes import from_slurm, kills_for_memory, told_by
+from harness.causes import from_slurm, told_by
 from harness.logs import attempt_log, follow
 from harness.run_folder import hold, write_json
 from harness.status import RunStatus
@@ -27,6 +27,8 @@ LOG = [
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "OOM"),
         ("ray.exceptions.OutOfMemoryError: Task was killed", "OOM"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=3.0. Some of the", "OOM"),
+        ("OSError: [Errno 98] Address already in use", "INFRA"),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "INFRA"),
         ("OSError: [Errno 28] No space left on device", "INFRA"),
         ("OSError: [Errno 116] Stale file handle", "INFRA"),
@@ -48,11 +50,6 @@ def test_words_of_an_error_tell_memory_and_infrastructure_from_a_fault(words, st
 )
 def test_slurms_word_is_translated_where_the_job_left_none(slurm, state):
     assert from_slurm(slurm, "node3", "")[0] == state
-
-
-def test_kills_for_memory_are_the_kernels_count(tmp_path):
-    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\nallocstall 0\n")
-    assert kills_for_memory(tmp_path / "vmstat") == 3
 
 
 def test_the_error_is_the_last_traceback():

@@ -156,9 +156,13 @@ def test_the_loop_does_not_wait_and_its_state_is_that_of_the_beginning(tmp_path)
         saver.commit({"step": 4})
         saver.check()
         assert steps(store) == []
+        await asyncio.sleep(0.2)
         trainer.ready.set()
         await saver.wait()
         (checkpoint,), _ = store.scan()
+        (noted,) = map(json.loads, (store.folder / "saves.jsonl").read_text().splitlines())
+        assert (noted["step"], noted["bytes"]) == (4, checkpoint.bytes)
+        assert noted["save_s"] >= 0.2  # what it took in the background too
         assert checkpoint.loop_state() == {"groups": [1]}
 
     asyncio.run(run())
