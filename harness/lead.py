@@ -19,6 +19,8 @@ from harness.spec import Resources
 
 SHAPE = ("nodes", "device", "devices_per_node", "cpus_per_node")
 """What must be equal for the times of a run to say something of another's."""
+SPARE_S = 20.0 + MARGIN_S
+"""For the processes to end in once the save is whole, over several nodes their Ray cluster too, and for the requeue."""
 LATEST = 200
 """How many of a run's last steps and saves are looked at."""
 
@@ -53,8 +55,8 @@ def longest(step_s: float, save_s: float, least_s: int, limit_s: int) -> Lead:
     if step_s:
         measured = f"longest step {step_s:.1f} s, "
         measured += f"longest save {save_s:.1f} s" if save_s else f"no save measured yet ({save} s)"
-        seconds = math.ceil(max(step_s, save_s) + save + MARGIN_S)
-        words = f"{measured}, margin {MARGIN_S:.0f} s"
+        seconds = math.ceil(max(step_s, save_s) + save + SPARE_S)
+        words = f"{measured}, margin {SPARE_S:.0f} s"
         if seconds < least_s:
             seconds, words = least_s, f"the profile's warn_s; {words}"
     if seconds > limit_s // 2:

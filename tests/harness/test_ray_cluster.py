@@ -92,7 +92,7 @@ def test_a_port_on_which_something_listens_is_found():
         assert taken(numbers) == numbers[:1]
 
 
-def test_a_port_that_was_taken_is_nobodys_fault(tmp_path):
+def test_a_port_that_was_taken_is_nobodys_fault_nor_is_memory_that_was_short(tmp_path):
     log = tmp_path / "ray.log"
     ray = RayCluster(layout(), GPU, Cluster(), tmp_path, log)
     log.write_text(
@@ -100,6 +100,9 @@ def test_a_port_that_was_taken_is_nobodys_fault(tmp_path):
     )
     lost = ray._lost("Ray ended on n8", ["n8"])
     assert (lost.reason, lost.nodes) == ("INFRA", []) and "20008" in str(lost)
+    log.write_text("1: slurmstepd: error: Detected 1 oom_kill event in StepId=3.0.\nsrun: x\n")
+    lost = ray._lost("Ray ended on n8", ["n8"])
+    assert (lost.reason, lost.nodes) == ("OOM", [])
     log.write_text("srun: error: n8: task 0: Exited with exit code 1\n")
     assert (ray._lost("Ray ended on n8", ["n8"]).reason) == "NODE_FAIL"
 

@@ -296,7 +296,7 @@ def measured(folder: RunFolder, steps: Sequence[float] = (), saves: Sequence[flo
 
 
 def test_a_run_is_told_to_save_a_step_and_a_save_ahead_as_they_were_measured(lab, expansion):
-    """Of runs on the same shape: a step of 300 s, a save of 45 s, 10 s to spare; the profile's own 120 s before that."""
+    """Of runs on the same shape: a step of 300 s, a save of 45 s, 30 s to spare; the profile's own 120 s before that."""
     submit(expansion, expansion.runs)
     needs, names = expansion.runs[:2], [run.name for run in expansion.replicates]
     for run in needs:
@@ -307,9 +307,9 @@ def test_a_run_is_told_to_save_a_step_and_a_save_ahead_as_they_were_measured(lab
     assert directives(lab, 101)["signal"] == "B:USR2@120"
     measured(train, steps=[20.0, 300.0, 30.0], saves=[45.0, 40.0])
     sent(expansion, names[1:2], PLAIN)
-    assert directives(lab, 102)["signal"] == "B:USR2@355"
+    assert directives(lab, 102)["signal"] == "B:USR2@375"
     said = (
-        "# USR2 comes 355 s before the end: longest step 300.0 s, longest save 45.0 s, margin 10 s"
+        "# USR2 comes 375 s before the end: longest step 300.0 s, longest save 45.0 s, margin 30 s"
     )
     assert said in (lab / "102.sh").read_text()
     assert read_json(expansion.folder / "cluster.json")["warn_s"] == 120
@@ -319,8 +319,8 @@ def test_a_run_is_told_to_save_a_step_and_a_save_ahead_as_they_were_measured(lab
     ("step_s", "save_s", "seconds"),
     [
         (0.0, 0.0, 120),
-        (300.0, 0.0, 430),  # no save measured: the profile's time for it
-        (20.0, 400.0, 810),  # the save in progress is finished first, and another made
+        (300.0, 0.0, 450),  # no save measured: the profile's time for it
+        (20.0, 400.0, 830),  # the save in progress is finished first, and another made
         (20.0, 30.0, 120),
         (3000.0, 400.0, 1800),  # half of the limit
     ],
