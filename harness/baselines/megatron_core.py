@@ -96,6 +96,9 @@ class MegatronCoreBackend:
         load_weights(self._entries, dict(policy.named_parameters()))
         whole = [entry for entry in self._entries if isinstance(entry, Same)]
         self.frozen = frozenset(e.names[0] for e in whole if not e.parameter.requires_grad)
+        if not total_steps:  # scored alone: no gradient buffers, no optimiser and no second copy of the weights in it
+            self.ddp = self.model.requires_grad_(False)
+            return
         self.ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(

@@ -33,6 +33,9 @@ class RolloutTokens:
     values: torch.Tensor | None = None
 
 
+LARGEST_REWARD = 1e30
+"""In size. Advantages are float32, and the square of a reward must not overflow in silence."""
+
 Estimator = Callable[[RolloutTokens, AlgorithmConfig], torch.Tensor]
 _ESTIMATORS: Registry[Estimator] = Registry("algorithm.advantage")
 register_advantage = _ESTIMATORS.register
@@ -221,7 +224,16 @@ def _labels(counts: Sequence[int]) -> torch.Tensor:
 
 
 def advantages(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
-    """``[N]`` float32 by the estimator of ``config``. Raises ValueError unless that gave one finite number a sampled token."""
+    """``[N]`` float32 by the estimator of ``config``.
+
+    Raises ValueError for a reward that is no number or over ``LARGEST_REWARD``, and unless the estimator gave one finite number
+    for each sampled token.
+    """
+    largest = float(tokens.reward.abs().max())
+    if not largest <= LARGEST_REWARD:
+        raise ValueError(
+            f"a reward of the batch is {largest}: an agent's reward is a number of at most {LARGEST_REWARD:g} in size"
+        )
     flat = advantage_function(config.advantage)(tokens, config)
     if flat.shape != tokens.rollout.shape or not bool(torch.isfinite(flat).all()):
         raise ValueError(

@@ -28,7 +28,8 @@ class TrainBackend(Protocol):
     """One rank of a trainer. torch.distributed is initialised (gloo on CPU, NCCL on GPU) before construction.
 
     Construction: ``Backend(checkpoint: Path, model: ModelConfig, optimizer: OptimizerConfig, trainer: TrainerConfig,
-    total_steps: int)`` loads the Hugging Face folder ``checkpoint``. It raises ValueError for a field of the optimiser or the
+    total_steps: int)`` loads the Hugging Face folder ``checkpoint``. With ``total_steps`` 0 it is only ever scored, and may do
+    without what a step needs. It raises ValueError for a field of the optimiser or the
     layout that it cannot honour.
     """
 

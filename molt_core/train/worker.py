@@ -101,7 +101,9 @@ class TrainerRank(CriticRank):
 
     def load_models(self) -> None:
         load_plugins(self.config.algorithm.plugins)
-        self.backend = self.stepped[""] = self._backend(self.checkpoint, self.config.model)
+        config = self.config
+        steps = config.loop.steps - config.steps_without_policy
+        self.backend = self.stepped[""] = self._backend(self.checkpoint, config.model, steps)
         self.distribution = ActionDistribution(
             self.config.rollout.sampling.temperature,
             torch.tensor(
@@ -114,15 +116,10 @@ class TrainerRank(CriticRank):
         if self.config.critic is not None and self.config.critic.placement == "colocated":
             super().load_models()
 
-    def _backend(self, checkpoint: Path, model: ModelConfig) -> TrainBackend:
+    def _backend(self, checkpoint: Path, model: ModelConfig, steps: int) -> TrainBackend:
         config = self.config
-        return backend_class(config.trainer.backend)(
-            checkpoint,
-            model,
-            config.optimizer,
-            config.trainer,
-            config.loop.steps - config.steps_without_policy,
-        )
+        build = backend_class(config.trainer.backend)
+        return build(checkpoint, model, config.optimizer, config.trainer, steps)
 
     def _frozen(self, name: str) -> TrainBackend:
         """A policy that is scored and never stepped, in the trainer's own layout: weights of the same size again.
@@ -131,7 +128,8 @@ class TrainerRank(CriticRank):
         """
         teacher = self.config.algorithm.teacher
         model = self.config.model.model_copy(update={"routing_replay": False})
-        return self._backend(self.checkpoint if name == "reference" else Path(teacher), model)
+        folder = self.checkpoint if name == "reference" else Path(teacher)
+        return self._backend(folder, model, steps=0)
 
     def step(
         self, micro_batches: Sequence[Sequence[WeightedRollout]], hold: bool = False

@@ -1,5 +1,7 @@
 """Policies that are scored and never stepped, under the Megatron-Core trainer: the reference of a KL penalty, and a teacher."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,26 @@ def test_the_reference_is_the_initial_policy_and_stays_it_while_the_policy_moves
     assert np.array_equal(frozen(rank, found)["reference"], first)
     assert np.abs(score_of(rank, found) - expected).max() > 1e-3
     assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] > 1e-4
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every tensor's memory in this process, once each."""
+    gc.collect()
+    tensors = [
+        held for held in gc.get_objects() if type(held) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def test_the_reference_is_weights_alone(start, tiny_checkpoint):
+    rank, added = start(), {}
+    for steps in (0, 1):
+        before = storages()
+        backend = rank._backend(tiny_checkpoint, rank.config.model, steps)
+        added[steps] = sum(size for place, size in storages().items() if place not in before)
+    weights = sum(parameter.nbytes for parameter in backend.model.parameters())
+    assert weights < added[0] < 1.05 * weights
+    assert added[1] > 1.95 * weights  # gradients at least; AdamW's moments come with its first step
 
 
 def test_the_teacher_is_another_policy_and_distillation_moves_towards_it(

@@ -289,6 +289,12 @@ def test_a_batch_without_a_sampled_token_has_no_advantage_and_is_no_error(estima
     assert estimator(nothing, CONFIG).shape == (0,)
 
 
+@pytest.mark.parametrize("reward", [1e300, -1e31, float("inf"), float("nan")])
+def test_a_reward_that_no_estimator_could_tell_from_nothing_is_refused(reward):
+    with pytest.raises(ValueError, match="a reward of the batch is"):
+        advantages(tokens([reward, 0.0], [0, 0], [1, 1]), CONFIG)
+
+
 def test_a_group_with_a_lost_member_is_compared_with_those_left():
     whole = group(0, rewards=(0.0, 1.0, 2.0))
     left = replace(whole, rollouts=whole.rollouts[:2])

@@ -98,6 +98,16 @@ def test_books_close_at_every_step_and_the_failing_agent_is_counted(records):
     assert last["tokens_trained"] == STEPS * 4 * 4 * 48
 
 
+def test_evaluations_and_probes_have_books_of_their_own(records):
+    evaluated = probed = 0
+    for record in records:
+        evaluated += record.get("eval_tokens", 0)
+        probed += record["mismatch_tokens"] + record["tokens_router_tied"]
+        if record["step"]:
+            assert (record["tokens_evaluation"], record["tokens_probe"]) == (evaluated, probed)
+    assert evaluated > 0
+
+
 def test_trainer_and_engine_work_at_the_same_time(records):
     assert sum(record["t_overlap_s"] for record in records[1:]) > 0
     for record in records[1:]:

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,6 +39,40 @@ def test_the_objective_s_figures_are_means_over_action_tokens():
     assert found["importance_weight"] == 0.6
     # (sum w)^2 / (N sum w^2) = 36 / 45.
     assert found["effective_sample_fraction"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("importance_truncated", "importance_clipped", "importance_masked", "kl_reference"),
+        *("clip_fraction", "clip_fraction_low", "dual_clip_fraction", "my_own_indicator"),
+    ],
+)
+def test_what_a_loss_or_a_correction_says_of_each_token_is_a_mean_over_all_of_them(name):
+    # 3 of 10 sampled tokens; those that were not kept count as well.
+    assert metrics.training(step_result(**{name: 3.0}), clip_norm=1.0)[name] == 0.3
+
+
+def test_books_are_counts_and_kept_groups_a_share_of_the_finished_ones():
+    # Of 10 groups 2 are being generated; of the 8 finished ones 2 were dropped, 4 trained, and 2 wait.
+    pool = SimpleNamespace(
+        tokens=SimpleNamespace(generated=90, trained=50, dropped={"agent_error": 15}),
+        groups=SimpleNamespace(generated=10, trained=4, dropped={"agent_error": 2}),
+        tokens_in_flight=25,
+        running=[8, 9],
+        finished=[6, 7],
+    )
+    assert metrics.books(pool) == {
+        "tokens_generated": 90,
+        "tokens_trained": 50,
+        "tokens_dropped": {"agent_error": 15},
+        "tokens_in_flight": 25,
+        "groups_generated": 10,
+        "groups_trained": 4,
+        "groups_dropped": {"agent_error": 2},
+        "groups_in_flight": 4,
+        "kept_fraction": 0.75,
+    }
 
 
 def test_the_critic_s_clipped_values_are_a_mean_over_tokens_and_its_loss_and_norm_are_not():
@@ -141,6 +176,7 @@ def test_a_held_out_item_that_failed_counts_as_reward_zero():
     found = metrics.evaluation(rollouts, seconds=2.0)
     assert (found["eval_reward_mean"], found["eval_items"], found["eval_failed"]) == (0.5, 2, 1)
     assert found["eval_reward_stderr"] == pytest.approx(0.5)
+    assert (found["eval_tokens"], found["t_eval_s"]) == (trajectory().action_tokens, 2.0)
 
 
 def test_overlap_counts_a_moment_once_however_many_engines_decode():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig, KLConfig
-from molt_core.train.collate import MicroBatch
+from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
 from molt_core.train.objective import (
     forward_backward,
     row_logprobs,
     score,
+    weighted_loss,
 )
 from molt_core.train.routing import Choice
 from molt_core.train.split import without_actions
@@ -137,6 +139,27 @@ def test_loss_gradient_and_sums_do_not_depend_on_the_split(shares, algorithm):
     sums, gradient = train(shares, algorithm)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-6)
     assert sums == pytest.approx(whole_sums, rel=1e-5)
+
+
+def test_only_the_distance_to_the_reference_is_weighed_by_importance():
+    # log pi -1, -2; behaviour -1, -3: ratios 1 and e, truncated to 2; reference -1.5, -1: k3 0.106531 and 0.718282.
+    row = trajectory(prompt=3, actions=2)
+    behaviour = row.logprobs.copy()
+    behaviour[-2:] = -1.0, -3.0
+    arrays = (np.ones(2, np.float32), np.ones(2, np.float32), np.array([-1.5, -1.0], np.float32))
+    one = WeightedRollout((replace(row, logprobs=behaviour),), *arrays)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    algorithm = AlgorithmConfig(kl=KLConfig(coef=0.1))
+    _, found = weighted_loss(
+        [one], collate(one.segments), logprobs, torch.tensor([0.4, 0.6]), algorithm
+    )
+    sums = {name: float(values.double().sum()) for name, values in found.items()}
+    assert sums["kl_reference"] == pytest.approx(0.106531 + 2 * 0.718282, abs=1e-5)
+    assert sums["kl"] == pytest.approx(0.718282, abs=1e-5)  # of behaviour and policy: 0, e - 2
+    assert sums["entropy"] == pytest.approx(1.0)
+    assert sums["importance_ratio"] == pytest.approx(1 + math.e, abs=1e-5)
+    assert (sums["importance_weight"], sums["importance_weight_squared"]) == (3.0, 5.0)
+    assert (sums["importance_truncated"], sums["tokens_kept"]) == (1.0, 2.0)
 
 
 def test_a_rollout_of_several_segments_has_one_ratio():

@@ -21,7 +21,7 @@ from molt_core.config import RunConfig
 from molt_core.train.critic import CriticGroup
 from molt_core.train.objective import row_logprobs
 from molt_core.train.split import shares
-from molt_core.train.worker import TrainerGroup, TrainerRank
+from molt_core.train.worker import StepResult, TrainerGroup, TrainerRank
 from molt_core.types import Batch, Group, Rollout
 from tests.harness.trainer_cases import free_port, rescaled_checkpoint, trajectories
 
@@ -268,6 +268,21 @@ def test_a_critic_that_diverges_stops_the_policy_before_its_step(
     sound = group_step(0.0)
     assert sound.stepped and not equal(weights(rank), before)
     assert sound.critic.sums["value_loss"] > 0 and sound.critic_s > 0
+
+
+def test_of_several_ranks_sums_add_up_and_the_slowest_and_largest_count():
+    config = RunConfig.model_validate(
+        {"model": {"builtin": "tiny-qwen3-vl-moe"}, "task": {"source": "shapes"}}
+    )
+    # The first two ranks are one place (a tensor-parallel pair) and saw the same tokens.
+    group = TrainerGroup([None] * 3, [(0, 2), (0, 2), (1, 2)], config)
+    twin = StepResult({"tokens": 3, "loss": 0.5}, 2.0, True, 1.0, 0.3, 10.0, 12.0, 0.01, 700)
+    other = StepResult({"tokens": 4, "loss": 0.25}, 2.0, True, 1.5, 0.2, 9.0, 11.0, 0.01, 900)
+    found = group._joined([twin, twin, other])
+    assert (found.sums, found.grad_norm) == ({"tokens": 7, "loss": 0.75}, 2.0)
+    assert (found.forward_backward_s, found.optimizer_s) == (1.5, 0.3)
+    assert (found.started, found.ended) == (9.0, 12.0)
+    assert (found.update_ratio, found.memory_peak_bytes) == (0.01, 900)
 
 
 def test_a_policy_on_hold_is_measured_and_not_stepped(start, tiny_checkpoint):
