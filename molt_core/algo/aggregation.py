@@ -8,8 +8,8 @@ does the objective, and nothing after this file knows a denominator.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from molt_core.algo.config import AlgorithmConfig
 from molt_core.types import Batch, Trajectory
 
 
-@dataclass(frozen=True)
-class WeightedRollout:
+class WeightedRollout(NamedTuple):
     """A rollout to train on, the unit that is never split: its segments lie in one micro-batch.
 
     ``[n]`` float32 each, over the sampled tokens of all segments in their order: advantages, weights; with a reference policy
@@ -39,12 +38,9 @@ class WeightedRollout:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
 
-    def __post_init__(self) -> None:
-        actions = sum([segment.action_tokens for segment in self.segments])
-        if not len(self.advantages) == len(self.weights) == actions:
-            raise ValueError(
-                f"{len(self.advantages)} advantages and {len(self.weights)} weights for {actions} sampled tokens"
-            )
+    @property
+    def action_tokens(self) -> int:
+        return sum(segment.action_tokens for segment in self.segments)
 
     @property
     def tokens_forward(self) -> int:

@@ -6,7 +6,7 @@ How it is cut changes time and memory and nothing else: tokens have been weighed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,12 +21,19 @@ Split = list[list[list[int]]]
 def shares(
     rollouts: Sequence[WeightedRollout], data_size: int, trainer: TrainerConfig
 ) -> list[list[list[WeightedRollout]]]:
-    """The micro-batches of each rank, equally many and none empty: context without a sampled token fills up a short share."""
-    first, nothing = rollouts[0], np.zeros(0, np.float32)
-    present = [f.name for f in fields(first) if isinstance(getattr(first, f.name), np.ndarray)]
-    filler = WeightedRollout(
-        (without_actions(first.segments[0]),), **dict.fromkeys(present, nothing)
-    )
+    """The micro-batches of each rank, equally many and none empty: context without a sampled token fills up a short share.
+
+    Raises ValueError where a rollout has another number of advantages or weights than of sampled tokens.
+    """
+    for number, rollout in enumerate(rollouts):
+        found = len(rollout.advantages), len(rollout.weights)
+        if found != 2 * (rollout.action_tokens,):
+            raise ValueError(
+                f"rollout {number}: {found[0]} advantages and {found[1]} weights for {rollout.action_tokens} sampled tokens"
+            )
+    first = rollouts[0]
+    arrays = (None if array is None else array[:0] for array in first[1:])
+    filler = WeightedRollout((without_actions(first.segments[0]),), *arrays)
     split = split_units(
         [rollout.tokens_forward for rollout in rollouts],
         data_size,

@@ -103,6 +103,12 @@ def main(samples: int, actions: int) -> None:
     for name, seconds in medians.items():
         table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / medians['forward pass']:.2%}")
     Console().print(table)
+    both = {
+        "default": medians["grpo"] + medians["clipped, tis"],
+        "dearest": max(medians[name] for name in ESTIMATORS) + max(medians[n] for n in LOSSES),
+    }
+    for name, seconds in both.items():
+        print(f"{name} estimator and loss together: {seconds / medians['forward pass']:.2%}")
     print(f"{len(rows)} rows, {collated.tokens_forward} tokens, {count} of them sampled")
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt_core.algo.aggregation import AGGREGATIONS, WeightedRollout, weighted_rollouts
+from molt_core.algo.aggregation import AGGREGATIONS, weighted_rollouts
 from molt_core.algo.config import AlgorithmConfig, KLConfig
 from molt_core.types import Batch, Group, Rollout
 from tests.molt_core.make import group, trajectory
@@ -104,11 +104,6 @@ def test_reference_log_probabilities_go_to_their_rollouts():
     reference = np.arange(8, dtype=np.float32)
     rollouts = weighted_rollouts(batch(), with_kl, {"reference": reference})
     assert [r.reference_logprobs.tolist() for r in rollouts] == [[0, 1, 2], [3], [4, 5, 6, 7]]
-
-
-def test_arrays_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="2 advantages and 3 weights for 3 sampled tokens"):
-        WeightedRollout((trajectory(actions=3),), np.zeros(2), np.zeros(3))
 
 
 def test_weights_are_whole_batch_numbers_in_float32():

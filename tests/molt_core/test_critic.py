@@ -228,7 +228,7 @@ def test_values_are_0_at_first_and_a_target_that_is_no_number_changes_nothing(ch
     row = data[0].segments[0]
     assert not np.any(rank.values([[row]])["values"][0])
     before = weights(rank)
-    spoilt = replace(data[0], returns=np.full_like(data[0].returns, np.nan))
+    spoilt = data[0]._replace(returns=np.full_like(data[0].returns, np.nan))
     result = rank.step_critic([[spoilt, *data[1:]]])
     assert np.isnan([result.sums["value_loss"], result.grad_norm]).all()
     assert largest_difference(weights(rank), before) == 0

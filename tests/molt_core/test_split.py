@@ -1,5 +1,7 @@
 """The cut of a batch: no row lost or repeated, bounds kept, ranks alike in micro-batches and near in tokens."""
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,3 +56,9 @@ def test_every_rollout_goes_whole_to_one_micro_batch(segments, data_size, max_ro
         assert sum(len(one.segments) for one in part) <= max_rows or len(part) == 1
     trained = [one for part in parts for one in part if len(one.weights)]
     assert sorted(map(id, trained)) == sorted(map(id, rollouts))
+
+
+def test_arrays_of_another_length_are_refused():
+    wrong = weighted(actions=3)._replace(advantages=np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="rollout 1: 2 advantages and 3 weights for 3 sampled tok"):
+        shares([weighted(), wrong], 1, TrainerConfig())

@@ -123,11 +123,11 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def with_nan(rollouts: list[WeightedRollout]) -> list[WeightedRollout]:
     spoilt = np.full_like(rollouts[0].advantages, math.nan)
-    return [replace(rollouts[0], advantages=spoilt), *rollouts[1:]]
+    return [rollouts[0]._replace(advantages=spoilt), *rollouts[1:]]
 
 
 def without_signal(rollouts: list[WeightedRollout]) -> list[WeightedRollout]:
-    return [replace(r, advantages=np.zeros_like(r.advantages)) for r in rollouts]
+    return [r._replace(advantages=np.zeros_like(r.advantages)) for r in rollouts]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_critic_that_diverges_stops_the_policy_before_its_step(
     def group_step(spoil: float):
         values = asyncio.run(group.values(rows))
         first, *rest = weighted_rollouts(found, rank.config.algorithm, None, values)
-        return asyncio.run(group.step([replace(first, returns=first.returns + spoil), *rest]))
+        return asyncio.run(group.step([first._replace(returns=first.returns + spoil), *rest]))
 
     before = weights(rank)
     result = group_step(math.nan)
