@@ -78,7 +78,8 @@ class FSDP2Model:
         layers = (*policy.model.visual.blocks, *policy.model.language_model.layers)
         for unit in (*filter(_is_large, layers), head):
             fully_shard(unit, mesh=mesh, mp_policy=precision)
-            unit.set_gradient_divide_factor(1.0)
+            if self.data_size > 1:  # to divide by 1 is a pass over all gradients
+                unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # Kept from here on: what the module names after a forward pass may be the gathered copy, which has no moments.
         self._sharded = {n.removeprefix(PREFIX): p for n, p in head.named_parameters()}
