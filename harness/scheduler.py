@@ -2,7 +2,9 @@
 
 squeue speaks for slurmctld and is believed: a job that it lists has the state that it says. sacct speaks for the database,
 which calls a job NODE_FAIL while slurmctld has already put it back into the queue, so it is asked about jobs only that
-slurmctld no longer knows. A scheduler that does not answer is a SlurmError, and then nothing is known; nobody is declared dead.
+slurmctld no longer knows. A job that neither lists is not gone for that, since an answer may be empty and a cluster without
+accounting: it is gone where slurmctld says so, asked for that very job. A scheduler that does not answer is a SlurmError, and
+then nothing is known; nobody is declared dead.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 REFRESH_S = 20.0
@@ -40,7 +43,7 @@ def is_busy(error: SlurmError) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or one task of an array, at one moment. ``source``: squeue or sacct."""
+    """One job, or one task of an array, at one moment. ``source``: squeue, sacct or scontrol; ``ended``: in Unix time."""
 
     state: str
     reason: str = ""
@@ -48,6 +51,7 @@ class Job:
     left_s: float | None = None
     name: str = ""
     source: str = "squeue"
+    ended: float | None = None
 
     @property
     def waits(self) -> bool:
@@ -73,7 +77,12 @@ def ask_slurm(*command: str, input: str | None = None, within_s: float = ANSWER_
     """What a command prints. Raises SlurmError with its last words, also where it does not answer or is not there."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=within_s, input=input
+            command,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            input=input,
+            env={**os.environ, "SLURM_BITSTR_LEN": "0"},  # no list of tasks is cut short
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{command[0]}: timed out after {within_s:.0f} s") from error
@@ -106,7 +115,7 @@ def queued(fresh: bool = False) -> dict[str, Job]:
     """
     asked_at, known = _asked.get("squeue", (-math.inf, {}))
     if fresh or time.monotonic() - asked_at > REFRESH_S:
-        form = "--format=%i|%T|%r|%N|%L|%j"
+        form = "--format=%i|%T|%r|%N|%L|%e|%j"
         command = ["squeue", "--me", "--array", "--states=all", "--noheader", form]
         text = ask_slurm(*command, within_s=ANSWER_S if fresh else LOOK_S)
         known = parse_squeue(text)
@@ -120,14 +129,14 @@ def forget() -> None:
 
 
 def parse_squeue(text: str) -> dict[str, Job]:
-    """Lines of ``%i|%T|%r|%N|%L|%j``."""
+    """Lines of ``%i|%T|%r|%N|%L|%e|%j``."""
     found = {}
     for line in text.splitlines():
-        parts = line.split("|", 5)
-        if len(parts) == 6:
-            job_id, state, reason, nodes, left, name = parts
+        parts = line.split("|", 6)
+        if len(parts) == 7:
+            job_id, state, reason, nodes, left, ends, name = parts
             reason = "" if reason == "None" else reason
-            found[job_id] = Job(state, reason, nodes, seconds(left), name)
+            found[job_id] = Job(state, reason, nodes, seconds(left), name, ended=moment(ends))
     return found
 
 
@@ -138,7 +147,7 @@ def accounted(ids: Iterable[str], fresh: bool = False) -> dict[str, Job]:
         return {}
     asked_at, known = _asked.get(arrays, (-math.inf, {}))
     if fresh or time.monotonic() - asked_at > REFRESH_S:
-        columns = "--format=JobID,State,NodeList,ExitCode"
+        columns = "--format=JobID,State,NodeList,ExitCode,End"
         command = ["sacct", "--allocations", "--noheader", "--parsable2", columns]
         try:
             known = parse_sacct(ask_slurm(*command, f"--jobs={','.join(arrays)}"))
@@ -149,20 +158,73 @@ def accounted(ids: Iterable[str], fresh: bool = False) -> dict[str, Job]:
 
 
 def parse_sacct(text: str) -> dict[str, Job]:
-    """Lines of ``JobID|State|NodeList|ExitCode``. The state may say more ("CANCELLED by 0"); its first word counts."""
+    """Lines of ``JobID|State|NodeList|ExitCode|End``. The state may say more ("CANCELLED by 0"); its first word counts."""
     found = {}
     for line in text.splitlines():
         parts = line.split("|")
-        if len(parts) >= 4 and parts[1]:
-            nodes = "" if parts[2] == "None assigned" else parts[2]
-            found[parts[0]] = Job(
-                parts[1].split()[0], f"exit code {parts[3]}", nodes, source="sacct"
-            )
+        if len(parts) >= 5 and parts[1]:
+            job_id, state, nodes, code, ends = parts[:5]
+            nodes = "" if nodes == "None assigned" else nodes
+            about = {"source": "sacct", "ended": moment(ends)}
+            found[job_id] = Job(state.split()[0], f"exit code {code}", nodes, **about)
+    return found
+
+
+def of_array(array: str, fresh: bool = False) -> dict[str, Job]:
+    """The tasks of one array (or the one job) that slurmctld has when asked for it by its id; {} where it has none.
+
+    Raises SlurmError where the answer is anything else, which says nothing.
+    """
+    asked_at, known = _asked.get(("scontrol", array), (-math.inf, {}))
+    if fresh or time.monotonic() - asked_at > REFRESH_S:
+        command = ["scontrol", "--oneliner", "show", "job", array]
+        try:
+            text = ask_slurm(*command, within_s=ANSWER_S if fresh else LOOK_S)
+        except SlurmError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            known = {}
+        else:
+            known = parse_scontrol(text)
+            if not known:
+                raise SlurmError(f"scontrol: no word of job {array}")
+        _asked["scontrol", array] = (time.monotonic(), known)
+    return known
+
+
+def parse_scontrol(text: str) -> dict[str, Job]:
+    """Lines of ``scontrol --oneliner show job``. The tasks that still wait are one line, cancelled ones are in none."""
+    found = {}
+    for line in text.splitlines():
+        about = dict(word.partition("=")[::2] for word in line.split() if "=" in word)
+        if "JobId" not in about or "JobState" not in about:
+            continue
+        reason, nodes = about.get("Reason", ""), about.get("NodeList", "")
+        job = Job(
+            about["JobState"],
+            "" if reason == "None" else reason,
+            "" if nodes == "(null)" else nodes,
+            source="scontrol",
+            ended=moment(about.get("EndTime", "")),
+        )
+        tasks = task_numbers(about.get("ArrayTaskId", ""))
+        array = about.get("ArrayJobId", about["JobId"])
+        found |= {f"{array}_{task}" if tasks else array: job for task in tasks or [0]}
+    return found
+
+
+def task_numbers(text: str) -> list[int]:
+    """``0,3-5%2`` as 0, 3, 4, 5; ``0-8:4`` as 0, 4, 8."""
+    found: list[int] = []
+    for part in filter(None, text.partition("%")[0].split(",")):
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        found += range(int(first), int(last or first) + 1, int(step or 1))
     return found
 
 
 def look_up(ids: Iterable[str], fresh: bool = False) -> dict[str, Job]:
-    """Job id -> job for those of ``ids`` that Slurm knows. Raises SlurmError, and then nothing is known."""
+    """Job id -> job for those of ``ids`` that Slurm knows; others it has not. Raises SlurmError, and then nothing is known."""
     wanted = set(ids)
     if not wanted:
         return {}
@@ -171,12 +233,10 @@ def look_up(ids: Iterable[str], fresh: bool = False) -> dict[str, Job]:
     if missing and not fresh:
         known = queued(fresh=_young("squeue"))  # a job is not gone because one answer lacks it
         missing = wanted - known.keys()
-    forgotten = accounted(missing, fresh)
-    return {
-        job_id: known.get(job_id) or forgotten[job_id]
-        for job_id in wanted
-        if job_id in known or job_id in forgotten
-    }
+    known = accounted(missing, fresh) | known
+    for array in sorted({job_id.partition("_")[0] for job_id in wanted - known.keys()}):
+        known = of_array(array, fresh) | known
+    return {job_id: known[job_id] for job_id in wanted if job_id in known}
 
 
 def _young(key: str) -> bool:
@@ -194,6 +254,14 @@ def seconds(text: str) -> float | None:
     for part in parts:
         value = 60 * value + int(part)
     return value + 86400 * int(days or 0)
+
+
+def moment(text: str) -> float | None:
+    """Slurm's time of day, which is this machine's, in Unix time; None for its words (N/A, Unknown)."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def configuration() -> dict[str, str]:

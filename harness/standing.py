@@ -2,7 +2,8 @@
 
 Believed in this order: slurmctld (squeue), the database (sacct) for what slurmctld has forgotten, the run's own heartbeat. A
 scheduler that does not answer makes a run UNKNOWN and never dead; so does a job that Slurm no longer knows while the run's
-heart has beaten lately.
+heart has beaten lately. A job that Slurm calls COMPLETED has ``RECORD_S`` for its word to arrive over the file system; then it
+ended without one, which is an accident.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from harness.slurm import job_ids, jobs
 
 FRESH_S = 300.0
 """A heartbeat younger than this is a sign of life."""
+RECORD_S = 60.0
+"""How long after a job's end what it wrote may take to be seen here: a file server's clients keep what they know as long."""
 WAITS_FOR = {
     "Priority": "other jobs come first",
     "Resources": "it is next, as soon as nodes are free",
@@ -106,14 +109,26 @@ def _waits(reason: str) -> str:
 
 def _ended(folder: RunFolder, job_id: str, job: Job) -> Standing:
     if job.state == "COMPLETED":
-        why = "Slurm calls its job COMPLETED and there is no done.json (yet)"
-        return Standing("UNKNOWN", why, job_id, job.nodes)
-    if job.state == "CANCELLED" and not job.nodes:
-        for need in folder.needs:
-            if need.done is None and need.end is not None:
-                reason = need.end["reason"]
-                return Standing("BLOCKED", f"needs {need.name}, which ended {reason}", job_id)
+        if job.ended is None or time.time() - job.ended < RECORD_S:
+            why = "Slurm calls its job COMPLETED and there is no done.json (yet)"
+            return Standing("UNKNOWN", why, job_id, job.nodes)
+        where = f" on {job.nodes}" if job.nodes else ""
+        why = (
+            f"its job ended without a record{where}: COMPLETED, says Slurm, and nothing was written"
+        )
+        return Standing("INFRA", why, job_id, job.nodes)
+    if job.state == "CANCELLED" and not job.nodes and (blocked := _blocked(folder, job_id)):
+        return blocked
     return Standing(*from_slurm(job.state, job.nodes, job.reason), job_id, job.nodes)
+
+
+def _blocked(folder: RunFolder, job_id: str) -> Standing | None:
+    """BLOCKED where a run that this one needs has ended otherwise than well."""
+    for need in folder.needs:
+        if need.done is None and need.end is not None:
+            reason = need.end["reason"]
+            return Standing("BLOCKED", f"needs {need.name}, which ended {reason}", job_id)
+    return None
 
 
 def _silent(folder: RunFolder, job_id: str, down: str) -> Standing | None:
@@ -125,4 +140,8 @@ def _silent(folder: RunFolder, job_id: str, down: str) -> Standing | None:
         return Standing("UNKNOWN", f"the scheduler does not answer: {down}; {last}", job_id)
     if age < FRESH_S:
         return Standing("UNKNOWN", f"Slurm does not know job {job_id}, but {last}", job_id)
-    return None
+    if folder.attempts:  # and how the last ended stands
+        return None
+    # Slurm drops a task that is cancelled before its array has started it, and leaves no record of it.
+    why = f"its job {job_id} was cancelled while it waited: Slurm knows it no longer, and it never started"
+    return _blocked(folder, job_id) or Standing("KILLED", why, job_id)

@@ -118,7 +118,7 @@ env | grep ^SLURM_ > "$LAB/$number.env"
 if [ ! -e "$LAB/lost" ]; then
     name=$(sed -n 's/#SBATCH --job-name=//p' "$LAB/$number.sh")
     tasks=$(grep -o 'array=0-[0-9]*' "$LAB/$number.sh" | grep -o '[0-9]*$')
-    for task in $(seq 0 $tasks); do echo "${number}_$task|PENDING|Priority||10:00|$name" >> "$LAB/queued"; done
+    for task in $(seq 0 $tasks); do echo "${number}_$task|PENDING|Priority||10:00|N/A|$name" >> "$LAB/queued"; done
 fi
 echo >> "$LAB/sbatch.calls"
 [ -e "$LAB/slow" ] && { rm -f "$LAB/slow" "$LAB/lost"; echo 'sbatch: error: Socket timed out on send/recv' >&2; exit 1; }
@@ -130,7 +130,13 @@ echo "$@" >> "$LAB/squeue.calls"
 cat "$LAB/queued"
 """
 SCANCEL = '#!/bin/sh\necho "$@" >> "$LAB/scancel.calls"\n'
-SCONTROL = '#!/bin/sh\necho "MaxArraySize = $(cat "$LAB/size" 2>/dev/null || echo 1001)"\n'
+SCONTROL = """#!/bin/sh
+case "$*" in *"show job"*)
+    cat "$LAB/jobs" 2>/dev/null && exit
+    echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1 ;;
+esac
+echo "MaxArraySize = $(cat "$LAB/size" 2>/dev/null || echo 1001)"
+"""
 SACCT = "#!/bin/sh\nexit 1\n"
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import scheduler
+from harness import scheduler, standing
 from harness.canary import with_canaries
 from harness.run_folder import RunFolder
-from harness.slurm import job_ids, live, refusal, refusals
+from harness.slurm import cancel_jobs, job_ids, live, refusal, refusals
 from harness.submit import submit
-from tests.slurm.conftest import LOCAL, send, settled
+from tests.slurm.conftest import LOCAL, send, settled, states, wait_until
 
 
 def test_every_run_is_done_in_the_order_of_needs(light):
@@ -142,3 +142,28 @@ for step in range(1, steps + 1): record(step)
     assert settled(expansion)[name] == "DONE"
     said = (expansion.folder / name / "said").read_text()
     assert "and this run's code is /elsewhere" in said and "started" not in said
+
+
+def test_what_is_cancelled_while_it_waits_is_killed_there_and_in_mlflow(light, mlflow_says):
+    """One task of a held array, then all of it: Slurm keeps no record of the first, and one of the array of the others."""
+    held = LOCAL.model_copy(update={"sbatch": {"hold": True}})
+    expansion = light()
+    names = [run.name for run in expansion.replicates]
+    send(expansion, held)
+    cancel_jobs(expansion.folder, names[1:2])
+    wait_until(lambda: states(expansion)[names[1]] == "KILLED")
+    assert states(expansion)[names[0]] == "WAITING"
+    folder = RunFolder(expansion.folder / names[1])
+    assert mlflow_says(folder) == "KILLED"
+    cancel_jobs(expansion.folder, [run.name for run in expansion.runs])
+    wait_until(lambda: set(states(expansion).values()) == {"KILLED"})
+
+
+def test_a_job_that_ends_well_without_a_record_is_an_accident(light, monkeypatch):
+    """A profile whose first line ends the script; its task counts as COMPLETED."""
+    monkeypatch.setattr(standing, "RECORD_S", 2.0)
+    expansion = light(seeds="[0]")
+    send(expansion, LOCAL.model_copy(update={"setup": ("exit 0",)}), only="warmup")
+    assert settled(expansion)[expansion.warmup.name] == "INFRA"
+    start, leave = submit(expansion, expansion.select("warmup"))
+    assert start == [] and "harness.retry goes on" in dict(leave)[expansion.warmup.name]
