@@ -27,9 +27,9 @@ from harness.run_folder import (
     run_folders,
     scale_folders,
 )
+from harness.run_status import is_asked_for, queue_lock
 from harness.scheduler import SlurmError
 from harness.slurm import cancel_jobs
-from harness.status import is_asked_for, queue_lock
 
 WAIT_S = 30.0
 """How long a job may take to end everything below it."""

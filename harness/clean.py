@@ -21,8 +21,8 @@ from rich.table import Table
 
 from harness.identity import remove_snapshot
 from harness.run_folder import Busy, RunFolder, hold, is_held, run_folders, scale_folders
+from harness.run_status import queue_lock
 from harness.slurm import job_ids
-from harness.status import queue_lock
 from molt_core.train.checkpoint import MARKER
 
 EXIT_DECLINED = 3
@@ -76,6 +76,7 @@ def unnamed_code(runs: Path) -> Iterator[Item]:
         is_held(lock) for scale in scales for lock in (queue_lock(scale), scale / "submit.lock")
     ):
         return
+    copies = sorted((runs / ".code").glob("[!.]*"))
     named: set[str] = set()
     for scale in scales:
         ids = job_ids(scale)
@@ -84,8 +85,8 @@ def unnamed_code(runs: Path) -> Iterator[Item]:
             script = scale / "slurm" / f"{ids.get(folder.name, '').partition('_')[0]}.sh"
             if folder.done is None and script.exists():
                 text = script.read_text()
-                named |= {copy.name for copy in (runs / ".code").iterdir() if copy.name in text}
-    for copy in sorted((runs / ".code").glob("*")):
+                named |= {copy.name for copy in copies if copy.name in text}
+    for copy in copies:
         if copy.name not in named:
             yield Item(copy, size_of(copy), "a copy of the code that no run imports")
     for draft in (runs / ".code").glob(".draft-*"):
@@ -103,7 +104,7 @@ def remove(
                 gone += _remove(superfluous(folder, keep), shown)
         except Busy:
             continue
-    return gone + (_remove(unnamed_code(runs), shown) if (runs / ".code").exists() else [])
+    return gone + _remove(unnamed_code(runs), shown)
 
 
 def _remove(items: Iterable[Item], shown: set[Path]) -> list[Item]:

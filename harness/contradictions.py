@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from harness.experiment_file import ExperimentFile, Resources, Scale
 from harness.fields import known_fields, suggestion
 from harness.problems import Problem
 from harness.source import Document, KeyPath, dotted
 from molt_core.config import RunConfig
 from molt_core.placement import Node, PlacementError, plan
-
-if TYPE_CHECKING:
-    from harness.spec import ExperimentFile, Resources, Scale
 
 NAME = re.compile(r"^[a-z][a-z0-9_]*$")
 RESERVED = ("warmup", "conformance", "canary", "report", "control", "repeat")

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from analysis.plan import Plan, PlannedRun
 from harness.container import Image
+from harness.experiment_file import Resources, Scale
 from harness.identity import Snapshot, changed_snapshot, digest, run_identity, take_snapshot
 from harness.inputs import Input, Places, hashes, protocol_inputs, trainer_inputs
-from harness.spec import Experiment, Resources, Scale
+from harness.spec import Experiment
 from molt_core.config import RunConfig, TrainerConfig
 
 Kind = Literal["warmup", "conformance", "canary", "train"]

@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.experiment_file import Resources
 from harness.requeue import MARGIN_S
 from harness.run_folder import run_folders, tail_records
-from harness.spec import Resources
 
 SHAPE = ("nodes", "device", "devices_per_node", "cpus_per_node")
 """What must be equal for the times of a run to say something of another's."""

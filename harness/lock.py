@@ -16,7 +16,7 @@ import yaml
 
 from harness import fingerprints
 from harness.expand import Expansion, protocol_of, runs_hash
-from harness.spec import MadeWith
+from harness.experiment_file import MadeWith
 
 
 def resolved(expansion: Expansion) -> dict[str, Any]:

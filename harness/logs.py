@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from harness.run_folder import RunFolder
+from harness.run_status import read_statuses
 from harness.slurm import job_ids
-from harness.status import read_statuses
 from harness.why import find_run
 
 POLL_S = 0.5

@@ -22,8 +22,8 @@ import typer
 from harness.identity import digest
 from harness.requeue import job_of
 from harness.run_folder import RunFolder, read_json
+from harness.run_status import is_asked_for
 from harness.slurm import job_ids
-from harness.status import is_asked_for
 
 VARIABLE = "MOLT_NOTIFY"
 PATIENCE_S = 10.0

@@ -25,7 +25,7 @@ from harness.cores import take_cores
 from harness.identity import TOOLS, take_snapshot
 from harness.processes import end_leftovers, own_environment, signalled_when_parent_dies
 from harness.run_folder import Busy, RunFolder, edit_json, hold, read_json
-from harness.status import is_asked_for, queue_lock
+from harness.run_status import is_asked_for, queue_lock
 from harness.sync import end_follower, start_follower
 
 TICK_S = 0.5

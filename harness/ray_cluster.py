@@ -29,6 +29,7 @@ from harness.causes import is_memory, is_port
 from harness.cluster import Cluster
 from harness.command import command_line, environment, own_variables
 from harness.container import command_pid, own_code
+from harness.experiment_file import Resources
 from harness.outcome import CRASHES, EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED, last_lines
 from harness.processes import become_subreaper, reap, signalled_when_parent_dies
 from harness.ray_node import END, STACKS, Layout, address_towards
@@ -36,7 +37,6 @@ from harness.requeue import profile
 from harness.run_folder import RunFolder, write_json
 from harness.sbatch import devices_asked
 from harness.scheduler import SlurmError, ask_slurm
-from harness.spec import Resources
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGABRT)
 WATCHED = (signal.SIGCHLD, *FORWARDED)

@@ -27,6 +27,7 @@ import typer
 
 from harness.cluster import RaySettings
 from harness.command import environment, inside, own_variables
+from harness.experiment_file import Resources
 from harness.processes import (
     MARK,
     become_subreaper,
@@ -38,7 +39,6 @@ from harness.processes import (
 )
 from harness.requeue import profile
 from harness.run_folder import RunFolder
-from harness.spec import Resources
 
 WATCHED = (
     *(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP),

@@ -22,10 +22,10 @@ from harness.causes import cause
 from harness.queue import ask, start_detached
 from harness.requeue import profile
 from harness.run_folder import RunFolder, hold, is_held, read_json, scale_folders
+from harness.run_status import RunStatus, queue_lock, read_statuses
 from harness.sbatch import Task
 from harness.scheduler import SlurmError, forget
 from harness.slurm import hopeless, live, submit_arrays
-from harness.status import RunStatus, queue_lock, read_statuses
 from harness.sync import default_uri
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from harness.cluster import Cluster
 from harness.container import launch
 from harness.expand import Run
+from harness.experiment_file import Resources
 from harness.identity import digest
 from harness.run_folder import RunFolder
-from harness.spec import Resources
 
 SIGNAL = "USR2"
 """Slurm's warning before the time limit and before preemption."""

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from harness.expand import Expansion, Run, arms_difference, protocol_of
 from harness.queue import LOOKS_SHARE
-from harness.status import STYLES, RunStatus, at_work, duration, read_statuses, reasons, table
+from harness.run_status import RunStatus, at_work, read_statuses
+from harness.table import STYLES, duration, reasons, table
 
 PLAIN_EVERY_S = 20.0
 """Seconds between progress lines where the output is not a terminal."""

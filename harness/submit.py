@@ -30,11 +30,11 @@ from harness.prepare import prepare
 from harness.problems import SpecError
 from harness.queue import Queue, ask, start_detached
 from harness.run_folder import Busy, RunFolder, describe_holder, hold, is_held
+from harness.run_status import at_work, queue_lock, read_status, read_statuses
 from harness.scheduler import SlurmError, configuration
 from harness.slurm import hopeless, job_ids, live, refusals, scripts, submit_arrays
 from harness.spec import load
 from harness.standing import standings
-from harness.status import at_work, queue_lock, read_status, read_statuses
 from harness.sync import default_uri, end_follower, start_follower
 
 EXIT_REFUSED, EXIT_LOST, EXIT_INTERRUPTED = 2, 4, 130

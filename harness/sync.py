@@ -21,7 +21,7 @@ import typer
 from harness.processes import own_environment
 from harness.redaction import redact
 from harness.run_folder import Busy, hold, scale_folders
-from harness.status import at_work, read_statuses
+from harness.run_status import at_work, read_statuses
 
 FOLLOW_S = 5.0
 """Seconds between two looks."""

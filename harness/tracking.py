@@ -24,7 +24,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from harness.expand import flatten
 from harness.redaction import redact
 from harness.run_folder import RunFolder, is_held, read_json, run_folders, write_json
-from harness.status import RunStatus, queue_lock, read_statuses
+from harness.run_status import RunStatus, queue_lock, read_statuses
 
 PARAMS_PER_BATCH, METRICS_PER_BATCH = 100, 1000
 """Limits of the tracking API."""

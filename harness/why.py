@@ -21,7 +21,8 @@ from harness.avoid import last_decision
 from harness.causes import cause
 from harness.outcome import last_lines
 from harness.run_folder import RunFolder, read_json, run_folders, scale_folders
-from harness.status import RunStatus, duration, read_statuses
+from harness.run_status import RunStatus, read_statuses
+from harness.table import duration
 
 SPEAKER = re.compile(r"^\((?P<name>[\w.]+)[^)]*?pid=\d+[^)]*\)\s*(?P<text>.*)$")
 """How Ray and vLLM begin a line of another process."""

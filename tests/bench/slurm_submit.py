@@ -18,10 +18,10 @@ from harness import scheduler
 from harness.cluster import PROFILES, load_cluster
 from harness.expand import expand
 from harness.identity import ROOT
+from harness.run_status import read_statuses
 from harness.scheduler import ask_slurm
 from harness.slurm import cancel_jobs, refusals, submit_arrays
 from harness.spec import load
-from harness.status import read_statuses
 from harness.submit import submit
 from slurm.local import cluster
 

@@ -23,8 +23,8 @@ from harness import preflight
 from harness.expand import expand
 from harness.processes import own_environment
 from harness.run_folder import RunFolder, write_json
+from harness.run_status import read_statuses
 from harness.spec import load
-from harness.status import read_statuses
 from harness.submit import submit
 from harness.sync import ensure_store
 

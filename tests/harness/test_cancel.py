@@ -16,7 +16,7 @@ from harness.cancel import CannotStop, cancel, stop_holder
 from harness.processes import own_environment
 from harness.queue import ask
 from harness.run_folder import hold, is_held, read_json
-from harness.status import queue_lock, read_status
+from harness.run_status import queue_lock, read_status
 from tests.harness.test_job import is_alive, until
 from tests.harness.test_queue import in_scale, queue_process
 

@@ -69,12 +69,13 @@ def test_a_copy_of_the_code_goes_that_no_run_and_no_waiting_job_names(make_run, 
     write_json(scale / "slurm.json", {first.name: "7_0"})
     (scale / "slurm").mkdir()
     (scale / "slurm" / "7.sh").write_text(f"export PYTHONPATH={store / ('c' * 16)}\n")
-    assert [item.path.name for item in clean.unnamed_code(runs)] == ["d" * 16]
+    (store / ".draft-x").mkdir()
+    assert [item.path.name for item in clean.unnamed_code(runs)] == ["d" * 16, ".draft-x"]
     with hold(scale / "queue.lock"):
         assert list(clean.unnamed_code(runs)) == []
     write_json(first.path / "done.json", {"attempt": 1})
     items = list(clean.unnamed_code(runs))
-    assert [item.path.name for item in items] == ["c" * 16, "d" * 16]
+    assert [item.path.name for item in items] == ["c" * 16, "d" * 16, ".draft-x"]
     for item in items:
         item.remove()
     assert sorted(path.name for path in store.iterdir()) == ["a" * 16, "b" * 16]

@@ -17,7 +17,7 @@ from harness.cores import take_cores
 from harness.processes import own_environment
 from harness.queue import Queue, ask, withdraw
 from harness.run_folder import RunFolder, hold, is_held
-from harness.status import queue_lock, read_status, read_statuses
+from harness.run_status import queue_lock, read_status, read_statuses
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import is_alive, until
 

@@ -10,11 +10,11 @@ import pytest
 from harness import ray_cluster
 from harness.cluster import Cluster, Container, RaySettings
 from harness.container import launch
+from harness.experiment_file import Resources
 from harness.outcome import EXIT_JUDGED, judge_exit
 from harness.ray_cluster import Lost, RayCluster, allocated_nodes, launch_line, work
 from harness.ray_node import Layout, start_command, taken
 from harness.run_folder import RunFolder, write_json
-from harness.spec import Resources
 
 GPU = Resources(nodes=2, device="cuda", devices_per_node=8, cpus_per_node=96)
 NODES = ("n7", "n8")

@@ -16,8 +16,8 @@ from harness.requeue import (
 )
 from harness.retry import choose
 from harness.run_folder import hold, write_json
+from harness.run_status import read_status
 from harness.scheduler import SlurmError
-from harness.status import read_status
 from tests.harness.conftest import put_on_path
 
 LIMITS = Attempts(preempted=2, timed_out=2, failed=1)

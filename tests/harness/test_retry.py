@@ -12,7 +12,7 @@ from harness import retry
 from harness.queue import ask
 from harness.retry import choose, mark, restart
 from harness.run_folder import RunFolder, hold, is_held, write_json
-from harness.status import RunStatus, queue_lock, read_statuses
+from harness.run_status import RunStatus, queue_lock, read_statuses
 from tests.harness.test_job import until
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from harness import sbatch
 from harness.cluster import Attempts, Cluster, Container
+from harness.experiment_file import Resources
 from harness.sbatch import Array, Task
-from harness.spec import Resources
 
 GOLDEN = Path(__file__).parent / "golden"
 GPU = dict(device="cuda", devices_per_node=8, cpus_per_node=96, time_limit="24:00:00")

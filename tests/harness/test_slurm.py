@@ -15,11 +15,11 @@ from harness.expand import expand
 from harness.lead import longest
 from harness.requeue import PROFILE, profile
 from harness.run_folder import RunFolder, read_json, write_json
+from harness.run_status import read_statuses
 from harness.sbatch import arrays, parameters, script
 from harness.scheduler import SlurmError, time_limit_s
 from harness.slurm import hopeless, live, refusal, refusals, submit_arrays, work_run
 from harness.spec import load
-from harness.status import read_statuses
 from harness.submit import submit
 from tests.harness.conftest import put_on_path
 from tests.harness.test_spec import write

@@ -14,15 +14,8 @@ from rich.console import Console
 from harness import show
 from harness.queue import ask
 from harness.run_folder import hold, tail_records, write_json
-from harness.status import (
-    RunStatus,
-    duration,
-    queue_lock,
-    read_status,
-    read_statuses,
-    reasons,
-    table,
-)
+from harness.run_status import RunStatus, queue_lock, read_status, read_statuses
+from harness.table import duration, reasons, table
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import until
 

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from harness.processes import own_environment
 from harness.queue import Queue, ask
 from harness.run_folder import RunFolder, hold, is_held, write_json
-from harness.status import queue_lock
+from harness.run_status import queue_lock
 from harness.tracking import Tracker, key_of, new_records, points
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import until

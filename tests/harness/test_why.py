@@ -7,7 +7,7 @@ import pytest
 from harness.causes import from_slurm, told_by
 from harness.logs import attempt_log, follow
 from harness.run_folder import hold, write_json
-from harness.status import RunStatus
+from harness.run_status import RunStatus
 from harness.why import Account, account, by_speaker, error_lines, find_run
 from tests.harness.test_job import work
 

@@ -18,9 +18,9 @@ from harness.cluster import PROFILES, Cluster, Container, load_cluster
 from harness.container import Image, known_image
 from harness.expand import expand
 from harness.run_folder import RunFolder
+from harness.run_status import read_statuses
 from harness.slurm import submit_arrays
 from harness.spec import load
-from harness.status import read_statuses
 from harness.submit import submit
 from harness.sync import ensure_store
 from harness.tracking import Tracker

@@ -15,11 +15,12 @@ import pytest
 
 from harness.cluster import Cluster, RaySettings
 from harness.expand import Expansion, expand
+from harness.experiment_file import Resources
 from harness.processes import MARK
 from harness.ray_node import Layout
 from harness.run_folder import RunFolder, read_json, tail_records
 from harness.slurm import cancel_jobs
-from harness.spec import Resources, load
+from harness.spec import load
 from harness.why import account
 from molt_core.models.load import content_hash
 from slurm.local import cluster

@@ -12,8 +12,8 @@ import pytest
 from harness import scheduler
 from harness.cluster import Attempts
 from harness.run_folder import RunFolder, read_json
+from harness.run_status import read_statuses
 from harness.slurm import cancel_jobs, job_ids
-from harness.status import read_statuses
 from slurm.local import cluster
 from tests.slurm.conftest import LOCAL, run, send, settled, status_of, wait_until
 
