@@ -11,9 +11,9 @@ from harness import scheduler
 from harness.queue import ask
 from harness.retry import choose
 from harness.run_folder import RunFolder, write_json
+from harness.run_status import read_statuses
 from harness.scheduler import SlurmError, parse_scontrol, task_numbers
 from harness.slurm import live
-from harness.status import read_statuses
 
 WAITING_TASKS = (
     "JobId=7 ArrayJobId=7 ArrayTaskId={} ArrayTaskThrottle=1 JobName=x UserId=me(1) JobState={} "
