@@ -15,10 +15,8 @@ FOLDER becomes a Hugging Face folder with ``warmup.json`` in it; it appears whol
 from __future__ import annotations
 
 import json
-import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +50,8 @@ from molt_core.types import NOT_SAMPLED, Prompt, Trajectory, Turn
 
 WARMUP_STREAM = 1 << 32
 """Added to ``warmup.seed``: the warm-up draws items that no run's seed draws."""
+
+LOSSES = "losses.json"
 
 
 def warm_up(config: RunConfig, out: Path, console: Console | None = None) -> dict:
@@ -87,29 +87,30 @@ def warm_up(config: RunConfig, out: Path, console: Console | None = None) -> dic
 
 
 def _train(config: RunConfig, source: Path, folder: Path, shown: bool) -> list[float]:
-    """Train in ``trainer.world_size`` processes, one of them this one where it is the only one; the losses."""
-    ranks = config.trainer.world_size
+    """Train in ``trainer.world_size`` processes, in this one where one is enough; the loss of each step.
+
+    Where a rank fails the others are ended, and its error is raised.
+    """
     with tempfile.TemporaryDirectory() as place:
-        arguments = (config, source, folder, Path(place) / "rendezvous", shown)
-        if ranks == 1:
-            return _train_rank(0, *arguments)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(ranks, mp_context=context) as pool:
-            training = [pool.submit(_train_rank, rank, *arguments) for rank in range(ranks)]
-            return [losses.result() for losses in training][0]
+        arguments = (config, source, folder, Path(place), shown)
+        if config.trainer.world_size == 1:
+            _train_rank(0, *arguments)
+        else:
+            torch.multiprocessing.spawn(_train_rank, arguments, nprocs=config.trainer.world_size)
+        return json.loads((Path(place) / LOSSES).read_text())
 
 
 def _train_rank(
-    rank: int, config: RunConfig, source: Path, folder: Path, rendezvous: Path, shown: bool
-) -> list[float]:
-    """One rank's part of the training; rank 0 writes the weights into ``folder``. The loss of each step, over all ranks."""
+    rank: int, config: RunConfig, source: Path, folder: Path, place: Path, shown: bool
+) -> None:
+    """One rank's part of the training. Rank 0 writes the weights into ``folder`` and the losses, over all ranks, to ``place``."""
     warmup, trainer = config.warmup, config.trainer
     torch.set_num_threads(trainer.threads)
     if trainer.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if trainer.device == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
+        init_method=f"file://{place}/rendezvous",
         rank=rank,
         world_size=trainer.world_size,
     )
@@ -138,10 +139,10 @@ def _train_rank(
         weights: Iterator[tuple[str, torch.Tensor]] = backend.named_weights()
         if rank == 0:
             save_policy(weights, source, folder)
+            (place / LOSSES).write_text(json.dumps(losses))
         else:
             for _ in weights:  # takes part in gathering them
                 pass
-        return losses
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """Trainers with one fault each, that a conformance must find."""
 
 import torch
+import torch.distributed as dist
 
 from molt_core.train.fsdp2 import FSDP2Backend
 
@@ -20,3 +21,12 @@ class AveragesGradients(FSDP2Backend):
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         super().backward(loss / 2, is_last)
+
+
+class FailsOnTheSecondRank(FSDP2Backend):
+    """While the first rank waits for it in a collective."""
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("the second rank gives up")
+        super().backward(loss, is_last)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from torch.multiprocessing import ProcessRaisedException
 from typer.testing import CliRunner
 
 from molt_core import sft
@@ -153,6 +154,15 @@ def test_every_trainer_and_layout_takes_the_plain_trainers_steps(plain, trainer,
     for name, weight in load_policy(tmp_path / "out").named_parameters():
         # AdamW turns rounding of a gradient near 0 into a part of its step, which is 1e-3.
         assert float((weight - expected[name]).abs().max()) < 1e-4, name
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path):
+    trainer = {"world_size": 2, "backend": "tests.harness.wrong_trainers:FailsOnTheSecondRank"}
+    config = _config(steps=1).model_copy(update={"trainer": TrainerConfig.model_validate(trainer)})
+    with pytest.raises(ProcessRaisedException, match="the second rank gives up"):
+        sft.warm_up(config, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
 def test_items_are_no_run_seeds_items(monkeypatch, tmp_path):
