@@ -103,7 +103,7 @@ def _train(config: RunConfig, source: Path, folder: Path, shown: bool) -> list[f
 def _train_rank(
     rank: int, config: RunConfig, source: Path, folder: Path, place: Path, shown: bool
 ) -> None:
-    """One rank's part of the training. Rank 0 writes the weights into ``folder`` and the losses, over all ranks, to ``place``."""
+    """One rank's part in it. Rank 0 writes the weights into ``folder``, and the losses over all ranks to ``place``."""
     warmup, trainer = config.warmup, config.trainer
     torch.set_num_threads(trainer.threads)
     if trainer.device == "cuda":
