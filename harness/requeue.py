@@ -42,7 +42,7 @@ COUNTED = {
 """How an attempt ended -> the counter that it counts in. What is not here does not go back by itself."""
 BACK, STAYED = "back into the queue", "not put back into the queue"
 """What a reason says of the run's place, after a semicolon."""
-TRIES, PAUSE_S = 5, 2.0
+TRIES, PAUSE_S = 6, 2.0
 """How often a requeue that is not answered is sent, and the first pause, which doubles."""
 MARGIN_S = 10.0
 """Kept back of the time that Slurm leaves, for ending the processes and asking to be requeued."""
@@ -208,16 +208,19 @@ def go_back(job_id: str) -> None:
 
     A request that was not answered may have arrived: before it is sent again, Slurm is asked whether the job still runs.
     """
-    pause = PAUSE_S
+    pause, refused = PAUSE_S, False
     for remaining in reversed(range(TRIES)):
         try:
             ask_slurm("scontrol", "requeue", job_id)
             return
         except SlurmError as error:
-            if _has_left(job_id):
+            left = _has_left(job_id)
+            if left:
                 return
-            if not is_busy(error):
-                raise
+            if left is False and not is_busy(error):  # one that answers has refused
+                if refused:
+                    raise
+                refused = True  # or has only just come back: once more
             if not remaining:
                 raise SlurmError(f"{error}, {TRIES} times") from error
         if signal.sigtimedwait([signal.SIGTERM], pause) is not None:
@@ -225,12 +228,12 @@ def go_back(job_id: str) -> None:
         pause *= 2
 
 
-def _has_left(job_id: str) -> bool:
-    """True where slurmctld says that the job runs no more, or again; False where it says nothing."""
+def _has_left(job_id: str) -> bool | None:
+    """Whether slurmctld says that the job runs no more, or again; None where it says nothing."""
     try:
         facts = describe(job_id)
     except SlurmError:
-        return False
+        return None
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     return facts.get("JobState") != "RUNNING" or int(facts.get("Restarts", "0")) > restarts
 

@@ -96,6 +96,7 @@ SCONTROL = """#!/bin/sh
 echo "$*" >> "$LAB/calls"
 case "$*" in
 *requeue*)
+    [ -e "$LAB/gone" ] && { echo "scontrol: Unexpected message received for job 5_3" >&2; exit 1; }
     [ -e "$LAB/refuses" ] && { echo "slurm_requeue error: Access/permission denied" >&2; exit 1; }
     [ -e "$LAB/loses" ] || echo "JobState=PENDING Restarts=1" > "$LAB/job"
     [ -e "$LAB/answers" ] || { echo "slurm_requeue error: Socket timed out on send/recv operation" >&2; exit 1; } ;;
@@ -137,11 +138,22 @@ def test_a_requeue_that_was_lost_with_a_time_out_is_sent_again(controller):
     assert [call.split()[0] for call in asked()] == ["requeue", "--oneliner"] * 2
 
 
-@pytest.mark.parametrize("way, tries, words", [("loses", 5, "5 times"), ("refuses", 1, "denied")])
-def test_a_requeue_that_nobody_answers_is_sent_a_few_times_and_a_refused_one_once(
-    controller, way, tries, words
+@pytest.mark.parametrize(
+    ("ways", "tries", "words"),
+    [
+        (["loses", "silent"], 6, "timed out .*6 times"),
+        (
+            ["gone", "silent"],
+            6,
+            "Unexpected message .*6 times",
+        ),  # of a controller that is not there
+        (["refuses"], 2, "denied"),
+    ],
+)
+def test_a_requeue_that_nobody_answers_is_sent_a_few_times_and_a_refused_one_twice(
+    controller, ways, tries, words
 ):
-    asked = controller(way, "silent")
+    asked = controller(*ways)
     with pytest.raises(SlurmError, match=words):
         go_back("5_3")
     assert len([call for call in asked() if "requeue" in call]) == tries
