@@ -114,7 +114,6 @@ class MadeWith(Strict):
         description="hash of the versions that were installed; recorded, not compared"
     )
     image: str | None = Field(None, description="sha256 of the container's file")
-    at: str = Field(description="when")
 
 
 class ExperimentFile(Strict):

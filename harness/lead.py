@@ -33,8 +33,8 @@ class Lead:
     words: str
 
 
-def lead(scale_folder: Path, resources: Resources, least_s: int) -> Lead:
-    """The lead for runs with ``resources``; never more than half of their time limit, which must hold a step as well."""
+def lead(scale_folder: Path, resources: Resources, least_s: int, limit_s: int) -> Lead:
+    """The lead for runs with ``resources``; never more than half of their job's time limit, which must hold a step as well."""
     step_s = save_s = 0.0
     for folder in run_folders(scale_folder):
         asked = folder.run["resources"]
@@ -44,7 +44,7 @@ def lead(scale_folder: Path, resources: Resources, least_s: int) -> Lead:
         steps = tail_records(folder.metrics, LATEST)
         step_s = max([step_s, *(record.get("wall_s", 0.0) for record in steps)])
         save_s = max([save_s, *(record["save_s"] for record in saves)])
-    return longest(step_s, save_s, least_s, resources.time_limit_s)
+    return longest(step_s, save_s, least_s, limit_s)
 
 
 def longest(step_s: float, save_s: float, least_s: int, limit_s: int) -> Lead:

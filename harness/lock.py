@@ -1,4 +1,6 @@
-"""What was submitted, with nothing left to a default: ``runs/<experiment>/<scale>/<experiment>.lock.yaml``.
+"""What was submitted, with nothing left to a default: ``runs/<experiment>/<scale>/<experiment>-<hash8>.lock.yaml``.
+
+The name has the hash of the content, so that a later submit of something else leaves the lock of this one where it is.
 
 It is an experiment file itself: submitting it from the same folder gives the same identities, hence the same runs, also when a
 later version has other defaults and when the code has been edited since: its section ``made_with`` names the code, whose copy
@@ -7,7 +9,7 @@ lies beside the runs and is taken. Where that cannot be (no copy, another image,
 
 from __future__ import annotations
 
-import time
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,8 @@ def _remove(section: dict[str, Any], keys: list[str]) -> None:
     section.pop(keys[-1], None)
 
 
-def text(expansion: Expansion, commit: Mapping[str, Any]) -> str:
-    """The lock file. ``commit``: what ``fingerprints.commit`` says of the project."""
+def write(expansion: Expansion, commit: Mapping[str, Any]) -> Path:
+    """Write the lock beside the plan, once; returns where. ``commit``: what ``fingerprints.commit`` says of the project."""
     dirty = " with changes, which are in the code's copy" if commit.get("dirty") else ""
     made_with = MadeWith(
         code=expansion.snapshot.hash,
@@ -53,14 +55,11 @@ def text(expansion: Expansion, commit: Mapping[str, Any]) -> str:
         commit=f"{commit.get('commit', 'none')}{dirty}",
         packages=fingerprints.packages_hash(fingerprints.packages()),
         image=expansion.image.sha256 if expansion.image is not None else None,
-        at=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
     data = {**resolved(expansion), "made_with": made_with.model_dump(mode="json")}
-    return yaml.safe_dump(data, sort_keys=False, width=120)
-
-
-def write(expansion: Expansion, commit: Mapping[str, Any]) -> Path:
-    """Write the lock beside the plan; returns where."""
-    path = expansion.folder / f"{expansion.experiment.name}.lock.yaml"
-    path.write_text(text(expansion, commit))
+    text = yaml.safe_dump(data, sort_keys=False, width=120)
+    print_ = hashlib.sha256(text.encode()).hexdigest()[:8]
+    path = expansion.folder / f"{expansion.experiment.name}-{print_}.lock.yaml"
+    if not path.exists():
+        path.write_text(text)
     return path

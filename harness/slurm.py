@@ -112,7 +112,8 @@ def _script(
     pending = [need for need in array.needs if RunFolder(folder / need).done is None]
     after = {need: ids[need] for need in pending}
     # In each array's own text, and not in the profile that the jobs read: another shape's lead is another.
-    ahead = lead(folder, array.resources, cluster.warn_s)
+    limit_s = cluster.job_s(array.resources.time_limit_s)
+    ahead = lead(folder, array.resources, cluster.warn_s, limit_s)
     said = f"# USR2 comes {ahead.seconds} s before the end: {ahead.words}"
     cluster = cluster.model_copy(update={"warn_s": ahead.seconds, "setup": (said, *cluster.setup)})
     return script(array, cluster, name, after, code, folder / "slurm", avoid)
@@ -245,7 +246,10 @@ def endless(text: str) -> str:
     ):
         return ""
     bounds = ", ".join(f"{name} allows {most / 3600:g} h" for name, most in longest.items())
-    return f"the time limit of {asked / 3600:g} h is over the partition's: {bounds}; the job would wait for ever"
+    return (
+        f"the time limit of {asked / 3600:g} h is over the partition's: {bounds}; the job would wait for ever, where "
+        "`time_limit` of the cluster's profile would have the run go on in its next job"
+    )
 
 
 def unset(cluster: Cluster) -> list[str]:

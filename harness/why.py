@@ -20,6 +20,7 @@ from rich.text import Text
 from harness.avoid import last_decision
 from harness.causes import cause
 from harness.outcome import last_lines
+from harness.redaction import redact
 from harness.run_folder import RunFolder, read_json, run_folders, scale_folders
 from harness.run_status import RunStatus, read_statuses
 from harness.table import duration
@@ -99,7 +100,7 @@ def account(folder: RunFolder) -> Account:
     status = next(status for status in statuses if status.run == folder.name)
     attempts = [_attempt(path) for path in folder.attempts]
     log = last_lines(folder.attempts[-1] / "output.log", 2000, 1 << 20) if attempts else []
-    log = [COLOR.sub("", line) for line in log]
+    log = redact([COLOR.sub("", line) for line in log])
     stacks = sorted((folder.attempts[-1] / "stacks").rglob("*.txt")) if attempts else []
     written = [str(file) for file in stacks if file.stat().st_size > 0]
     error = [] if status.state == "DONE" else error_lines(log)

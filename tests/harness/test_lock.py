@@ -66,6 +66,16 @@ def test_a_lock_on_other_code_gives_the_runs_it_was_made_from_out_of_the_codes_c
     assert other.runs[0].identity != made.runs[0].identity
 
 
+def test_a_later_submit_of_something_else_leaves_an_earlier_lock(locked, tmp_path):
+    made, path, _ = locked
+    before = path.read_bytes()
+    other = expand(
+        load(write(tmp_path, "eps: 1e-6", "eps: 1e-7")), "here", tmp_path / "runs", base=tmp_path
+    )
+    assert lock.write(other, {"commit": "abc"}) != path and path.read_bytes() == before
+    assert lock.write(made, {"commit": "abc"}) == path
+
+
 def test_a_lock_on_other_code_without_a_copy_is_refused_with_code_and_commit(locked, tmp_path):
     made, path, edit = locked
     edit()

@@ -18,6 +18,7 @@ from harness.sbatch import Task
 from harness.slurm import submit_arrays
 from harness.source import read
 from harness.tracking import Tracker
+from harness.why import account
 
 TOKEN = "hf_0123456789abcdefPLANTED"
 
@@ -98,6 +99,18 @@ def test_a_containers_launch_line_names_what_it_passes_and_has_no_value(monkeypa
     line = launch(box, ["true"], variables=profile.exports, passed=profile.passed)
     assert "GREETING=hello" in line and TOKEN not in " ".join(line)
     assert ("--container-env=HF_TOKEN" in line) is (runtime == "pyxis")
+
+
+def test_what_a_program_prints_is_in_its_log_alone(make_run, job_command, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    folder = make_run(body="raise ValueError('401 for ' + os.environ['HF_TOKEN'])")
+    write_json(folder.path.parent / "queue.json", {"order": [folder.name], "work": {}})
+    subprocess.run(job_command(folder), check=False)
+    assert folder.end["reason"] == "FAILED: exit code 1: ValueError: 401 for [HF_TOKEN]"
+    told = account(folder)
+    assert told.error[-1] == "ValueError: 401 for [HF_TOKEN]" and TOKEN not in str(told)
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if TOKEN in path.read_text()] == ["output.log"]
 
 
 APPTAINER = '#!/bin/sh\nwhile [ "$1" != "$IMAGE" ]; do shift; done; shift; exec "$@"\n'
