@@ -2,9 +2,9 @@
 
 On the demo's batch (16 prompts x 8 samples, one image a prompt), one rank, one thread, float32: the time of every estimator
 (from groups to weighted rollouts) and of every loss (from log-probabilities to a scalar, correction and metrics included), each
-as a share of the policy's forward pass, in an order drawn anew each round. The shares are the result; the times belong to the
-machine. A real policy's shares are smaller: the algorithm sees a few numbers a token whatever the size of the model, and its
-cost a rollout is spread over longer answers (ANSWER_TOKENS; the demo's have 4).
+as a share of the policy's forward pass, in CPU time and in an order drawn anew each round. The shares are the result; the times
+belong to the machine. A real policy's shares are smaller: the algorithm sees a few numbers a token whatever the size of the
+model, and its cost a rollout is spread over longer answers (ANSWER_TOKENS; the demo's have 4).
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def demo_batch(checkpoint: Path, actions: int) -> Batch:
 
 
 def interleaved(work: dict[str, Callable[[], object]], samples: int) -> dict[str, float]:
-    """Median seconds of each, in random order round by round, after three rounds to warm up."""
+    """Median seconds of CPU time of each, in random order round by round, after three rounds to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     rng, names = np.random.default_rng(0), list(work)
     for number in range(samples + 3):
         for name in rng.permutation(names):
-            started = time.perf_counter()
+            started = time.process_time()
             work[name]()
             if number >= 3:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(time.process_time() - started)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
