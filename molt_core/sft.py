@@ -68,7 +68,7 @@ def warm_up(config: RunConfig, out: Path, console: Console | None = None) -> dic
     renderer, eos, sampling = Renderer(source), eos_token_id(source), config.rollout.sampling
     with atomic_folder(out) as folder:
         losses = _train(config, source, folder, console is not None)
-        policy = load_policy(folder, config.model.dtype)
+        policy = load_policy(folder, config.model.dtype).to(config.trainer.device)
         torch.manual_seed(config.warmup.seed)
         rewards = [
             evaluate(config, policy, renderer, excluded, eos, temperature)
@@ -222,14 +222,15 @@ def sample(
 
     For a few hundred short answers without an engine; random numbers come from torch's global generator.
     """
-    model = ActionPolicy(policy.eval())
+    model, excluded = ActionPolicy(policy.eval()), excluded.to(policy.device)
     answers: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(prompts), rows_at_once):
         going = list(range(start, min(start + rows_at_once, len(prompts))))
         for _ in range(max_new_tokens):
             rows = [_row(prompts[n], [*answers[n], eos]) for n in going]
             ends = torch.tensor([row.action_tokens for row in rows]).cumsum(0) - 1
-            logits = policy.lm_head(model.hidden(collate(rows))[ends]).float()
+            hidden = model.hidden(collate(rows).to(policy.device))[ends]
+            logits = policy.lm_head(hidden).float()
             logits = logits.index_fill(1, excluded, -torch.inf)
             if temperature == 0:
                 ids = logits.argmax(-1)

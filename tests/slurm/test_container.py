@@ -80,4 +80,6 @@ deadlock()
     assert settled(expansion)[folder.name] == "HANG"
     stacks = [file.read_text() for file in (folder.attempts[0] / "stacks").glob("*.txt")]
     assert any("in deadlock" in text for text in stacks), stacks
-    assert not run("sh", "-c", f"ps -eo args | grep '[p]ython {expansion.places.base}/train.py' || true")
+    assert not run(
+        "sh", "-c", f"ps -eo args | grep '[p]ython {expansion.places.base}/train.py' || true"
+    )
