@@ -86,22 +86,31 @@ def test_a_node_that_does_not_join_is_named_and_the_run_goes_back(light):
     assert "back into the queue: failed 1 of at most 3 times" in end["reason"]
 
 
-def test_a_node_that_dies_is_named_the_run_goes_on_elsewhere_and_a_cancel_leaves_no_process(light):
+def test_nodes_that_die_are_named_the_run_goes_on_elsewhere_and_a_cancel_leaves_no_process(light):
+    """First one that the job is not on, which Ray's head notices; then the job's own, which only Slurm can."""
     body = JOINED + "record(attempt); beat('training', attempt); time.sleep(600)\n"
-    folder, expansion = one_run(light, body)
-    wait_until(lambda: (folder.heartbeat or {}).get("step") == 1, 120)
-    nodes = set((folder.path / "nodes").read_text().split())
-    (lost,) = nodes - {read_json(folder.attempts[0] / "start.json")["slurmd_nodename"]}
-    cluster.kill_node(lost)
-    try:
-        wait_until(lambda: (folder.heartbeat or {}).get("step") == 2, 240)
-    finally:
-        cluster.start_node(lost)
-    end = read_json(folder.attempts[0] / "end.json")
-    assert end["state"] == "NODE_FAIL" and end["lost_nodes"] == [lost]
-    assert lost in end["reason"] and "back into the queue" in end["reason"]
-    now_on = processes_of(folder)
-    assert len(now_on) == 2 and lost not in now_on
+    folder, expansion = one_run(light, body, small().model_copy(update={"bad_node_after": 9}))
+
+    def lose(number: int, own: bool) -> str:
+        """The node that was switched off under that attempt; returns when the next one is at work."""
+        wait_until(lambda: (folder.heartbeat or {}).get("step") == number, 120)
+        head = read_json(folder.attempts[number - 1] / "start.json")["slurmd_nodename"]
+        (other,) = set((folder.path / "nodes").read_text().split()) - {head}
+        lost = head if own else other
+        cluster.kill_node(lost)
+        try:
+            wait_until(lambda: (folder.heartbeat or {}).get("step") == number + 1, 240)
+            assert set(processes_of(folder)) == set((folder.path / "nodes").read_text().split())
+        finally:
+            cluster.start_node(lost)
+        return lost
+
+    for number, own in ((1, False), (2, True)):
+        lost = lose(number, own)
+        end = read_json(folder.attempts[number - 1] / "end.json")
+        assert end["state"] == "NODE_FAIL" and end["lost_nodes"] == [lost]
+        assert f"{lost} failed" in end["reason"] if own else f"{lost} is lost" in end["reason"]
+        assert lost not in (folder.path / "nodes").read_text()
     cancel_jobs(expansion.folder, [folder.name])
     assert settled(expansion)[folder.name] == "KILLED"
     wait_until(lambda: processes_of(folder) == {}, 10)
@@ -109,7 +118,7 @@ def test_a_node_that_dies_is_named_the_run_goes_on_elsewhere_and_a_cancel_leaves
 
 
 HANGS = """
-import threading
+import signal, threading
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 @ray.remote(num_cpus=1)
 class Rank:
@@ -117,7 +126,13 @@ class Rank:
         threading.Event().wait()
 def deadlock():
     threading.Event().wait()
-record(1, wall_s=0.1); beat("training", 1)
+def save(*_):
+    (run / "saved").write_text(str(attempt))
+    sys.exit(4)
+signal.signal(signal.SIGUSR2, save)
+record(1, wall_s=0.1); beat("training", attempt)
+if attempt == 2:
+    time.sleep(600)
 for node in ray.nodes():
     there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     rank = Rank.options(scheduling_strategy=there).remote()
@@ -125,39 +140,50 @@ for node in ray.nodes():
     ranks = [*globals().get("ranks", []), rank]
 deadlock()
 """
-"""A trainer whose driver waits for ranks on every node, which wait for each other."""
+"""A trainer whose driver waits for ranks on every node, which wait for each other; its second attempt for a signal to save."""
 
 
-def test_a_hang_over_several_nodes_in_a_container_leaves_the_stacks_of_every_process_on_each(boxed):
-    """Under pyxis each node of Ray is a step of its own, which is no descendant of what starts it.
-
-    Its first attempt finds a port taken, which is no node's fault; the next one takes others.
-    """
+def test_a_taken_port_a_preemption_and_a_hang_of_a_run_over_two_nodes_in_containers(boxed):
+    """One run meets all three. Under pyxis each node of Ray is a step of its own, which is no descendant of what starts it."""
     body = JOINED + "(run / 'devices').write_text(str(ray.cluster_resources()['GPU']))\n" + HANGS
-    resources = ", nodes: 2, device: cuda, devices_per_node: 8, hang_after_s: 25"
+    resources = ", nodes: 2, device: cuda, devices_per_node: 8, hang_after_s: 20"
     expansion, profile = boxed("pyxis", body, resources=resources, cpus=2)
     name = next(r.name for r in expansion.replicates if r.system == "ours")
-    quick = {"ray": small().ray, "bad_node_after": 1}
+    where = {"partition": "low", "sbatch": {"exclude": "node1,node4"}}
+    quick = {"ray": small().ray, "bad_node_after": 1, **where}
     job = send(expansion, profile.model_copy(update=quick), only=name)[name]
     folder = RunFolder(expansion.folder / name)
+
     others = Layout.of(("a", "b"), Resources(nodes=2), small().ray, int(job.partition("_")[0]))
     with socket.create_server(("127.0.0.1", others.ports("b")["node-manager-port"])):
         first = wait_until(lambda: folder.attempts and read_json(folder.attempts[0] / "end.json"))
     assert first["state"] == "INFRA" and "ports in use already" in first["reason"]
     assert first["lost_nodes"] == [] and not account(folder).avoids
+
+    wait_until(lambda: (folder.heartbeat or {}).get("step") == 2, 90)
+    head = read_json(folder.attempts[1] / "start.json")["slurmd_nodename"]
+    (worker,) = {"node2", "node3"} - {head}
+    wanted = f"--nodelist={worker}"  # the run loses the node that its job is not on
+    high = ["sbatch", "--partition=main", wanted, "--exclusive", "--output=/dev/null"]
+    run(*high, "--wrap", "sleep 1")
+    wait_until(lambda: len(folder.attempts) > 2, 60)
+    second = read_json(folder.attempts[1] / "end.json")
+    assert (folder.path / "saved").read_text() == "2" and second["exit_code"] == 4
+    assert second["reason"].startswith("PREEMPTED: preempted on node[2-3]; back into the queue")
+
     assert settled(expansion, 180)[name] == "HANG"
     assert processes_of(folder) == {}
-    nodes = (folder.path / "nodes").read_text().split()
-    assert len(nodes) == 2 and float((folder.path / "devices").read_text()) == 16
-    head = read_json(folder.attempts[1] / "start.json")["slurmd_nodename"]
-    (other,) = set(nodes) - {head}
+    assert (folder.path / "nodes").read_text() == "node2 node3"
+    assert float((folder.path / "devices").read_text()) == 16
+    head = read_json(folder.attempts[2] / "start.json")["slurmd_nodename"]
     told = account(folder)
-    assert told.status.why.startswith("no progress for") and "training at step 1" in told.status.why
-    here, there = [], []
+    assert told.status.why.startswith("no progress for") and "training at step 3" in told.status.why
+    stacks: dict[bool, list[str]] = {True: [], False: []}  # of the head's node, of the other
     for file in map(Path, told.stacks):
-        (there if file.parent.name == other else here).append(file.read_text())
-    assert [text for text in here if "in deadlock" in text]
-    for texts in (here, there):
+        assert file.parent.name in ("stacks", *{"node2", "node3"} - {head})
+        stacks[file.parent.name == "stacks"].append(file.read_text())
+    assert [text for text in stacks[True] if "in deadlock" in text]
+    for texts in stacks.values():
         assert [text for text in texts if "in wait_for_ever" in text]
 
 
