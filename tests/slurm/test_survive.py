@@ -218,20 +218,8 @@ while True:
     assert wait_until(lambda: run(*asked)) == "OUT_OF_MEMORY"
 
 
-def test_a_scheduler_that_does_not_answer_makes_nobody_dead(light):
-    folder, expansion = only_train(light, slow(6.0))
-    controller = int((cluster.LAB / "run" / "slurmctld.started").read_text())
-    os.kill(controller, signal.SIGSTOP)
-    try:
-        states = {s.run: s for s in read_statuses(expansion.folder)}
-        assert states[folder.name].state == "RUNNING"  # its lock is held: no need to ask
-    finally:
-        os.kill(controller, signal.SIGCONT)
-    assert settled(expansion)[folder.name] == "DONE"
-
-
-def test_a_requeue_that_the_controller_does_not_answer_keeps_the_runs_place(light, tmp_path):
-    """slurmctld stands still when the run asks to go back, and goes on after that has timed out."""
+def test_a_scheduler_that_does_not_answer_makes_nobody_dead_and_costs_no_place(light, tmp_path):
+    """slurmctld stands still, also when the run asks to go back, and goes on after that has timed out (10 s)."""
     go = tmp_path / "go"
     body = f"""
 beat("training", attempt)
@@ -245,6 +233,8 @@ while attempt == 1:
     controller = int((cluster.LAB / "run" / "slurmctld.started").read_text())
     os.kill(controller, signal.SIGSTOP)
     try:
+        states = {s.run: s for s in read_statuses(expansion.folder)}
+        assert states[folder.name].state == "RUNNING"  # its lock is held: no need to ask
         go.touch()
         wait_until(lambda: folder.end)
         time.sleep(12)
