@@ -31,6 +31,7 @@ from tests.harness.test_spec import write
 NO_SLURM = "No Slurm: start one by `make slurm-local`, then `make test-slurm`"
 HERE = Path(__file__).parent
 LOCAL = load_cluster(PROFILES / "local.yaml")
+TOKEN = "a-token-of-the-shell-that-submits"
 
 
 def pytest_collection_modifyitems(items):
@@ -121,10 +122,11 @@ def light(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def boxed(light, tmp_path):
+def boxed(light, tmp_path, monkeypatch):
     """boxed(runtime, train=...) -> (Expansion, profile): the light experiment in an image of this machine's own folders."""
 
     def make(runtime: str, train: str, **options):
+        monkeypatch.setenv("LAB_TOKEN", TOKEN)
         shims = tmp_path / "shims"
         shims.mkdir()
         for name in ("apptainer", "srun"):
@@ -142,7 +144,8 @@ def boxed(light, tmp_path):
             mounts=(f"{tmp_path}/data:/data:ro", *scripts),
             python=str(Path(sys.prefix).resolve() / "bin" / "python"),
         )
-        own = {"container": box, "environment": {"GREETING": "two words"}}
+        given = {"GREETING": "two words", "LAB_TOKEN": None}
+        own = {"container": box, "environment": given}
         first = (f'export PATH={shims}:"$PATH"',)
         profile = LOCAL.model_copy(update={**own, "setup": first})
         image = known_image(box, tmp_path / "runs")

@@ -60,6 +60,7 @@ def srun(arguments: list[str]) -> list[str]:
     if image := asked.pop("--container-image", None):
         mounts = asked.pop("--container-mounts", "").split(",")
         workdir = asked.pop("--container-workdir", "/")
+        asked.pop("--container-env", None)  # over the image's own, of which there are none here
         for flag in ("mount-home", "entrypoint", "remap-root"):
             asked.pop(f"--no-container-{flag}", None)
         if asked:

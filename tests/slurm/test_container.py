@@ -10,7 +10,7 @@ import pytest
 
 from harness.run_folder import RunFolder, read_json
 from harness.slurm import job_ids
-from tests.slurm.conftest import run, send, settled, wait_until
+from tests.slurm.conftest import TOKEN, run, send, settled, wait_until
 from tests.slurm.test_survive import STEPS, ends, steps_of
 
 LOOK = """
@@ -29,6 +29,7 @@ def writable(place):
     "workdir": os.getcwd(),
     "mark": os.environ["MOLT_RUN"],
     "greeting": os.environ["GREETING"],
+    "token": os.environ["LAB_TOKEN"][::-1],
 }))
 """
 """What a run sees of the machine, from inside."""
@@ -58,6 +59,9 @@ def test_a_run_in_a_container_sees_what_is_mounted_and_saves_when_slurm_says_so(
     assert seen["scratch_writable"] and seen["home"] != str(Path.home())
     assert seen["workdir"] == str(folder.attempts[-1])
     assert (seen["mark"], seen["greeting"]) == (folder.mark, "two words")
+    assert seen["token"] == TOKEN[::-1]
+    files = [path for path in expansion.folder.rglob("*") if path.is_file()]
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
     start = read_json(folder.attempts[-1] / "start.json")
     sha256 = hashlib.sha256((tmp_path / "image").read_bytes()).hexdigest()
     assert start["fingerprints"]["image"] == folder.run["image"]["sha256"] == sha256
