@@ -5,22 +5,23 @@ emptying a partition node by node: a port that was taken is nobody's fault; a ca
 experiment's or the cluster's, unless it is broken hardware or Slurm itself says that the node failed; and never more than
 ``bad_nodes_share`` of the partition are avoided, nor so many that the runs have no room.
 
-Decided at a submit and when a run goes back into the queue; ``avoided.json`` beside the runs has the last decision, for
-``status`` and ``why``.
+Decided at a submit and when an attempt has failed. The experiment's jobs that wait are told as soon as the decision changes:
+a node on which every run ends in its first minute is free soon, and would draw the rest of an array. ``avoided.json`` beside
+the runs has the last decision and what became of telling them, for ``status`` and ``why``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from harness.causes import is_hardware, is_port
 from harness.cluster import Cluster
 from harness.requeue import COUNTED, without_place
-from harness.run_folder import read_json, run_folders, write_json
-from harness.scheduler import SlurmError, ask_slurm
+from harness.run_folder import hold, read_json, run_folders, write_json
+from harness.scheduler import SlurmError, ask_slurm, queued
 
 LEAST = 1
 """One node may be avoided however small the partition is, as long as the runs have room without it."""
@@ -43,15 +44,22 @@ class Failure:
 
 @dataclass(frozen=True)
 class Avoided:
-    """Node -> why, of those that are avoided and of those that failed as often and are not."""
+    """Node -> why, of those that are avoided and of those that failed as often and are not.
+
+    ``unheard``: why the jobs that wait could not be told of a change, "" where they were.
+    """
 
     nodes: dict[str, str] = field(default_factory=dict)
     spared: dict[str, str] = field(default_factory=dict)
+    unheard: str = ""
 
     def lines(self) -> list[str]:
         """What a person reads."""
         said = [f"Avoided: {node}: {why}" for node, why in self.nodes.items()]
-        return said + [f"Not avoided: {node}: {why}" for node, why in self.spared.items()]
+        said += [f"Not avoided: {node}: {why}" for node, why in self.spared.items()]
+        if self.unheard:
+            said.append(f"Runs that wait were not told, and may start there: {self.unheard}")
+        return said
 
 
 def failures(scale_folder: Path) -> list[Failure]:
@@ -111,19 +119,61 @@ def room(cluster: Cluster, needed: int) -> int:
     return max(0, min(share, len(names) - needed))
 
 
-def avoided(scale_folder: Path, cluster: Cluster, write: bool = True) -> Avoided:
-    """The decision of this moment, kept in ``avoided.json``; the last one where Slurm does not say how many nodes there are."""
+def avoided(scale_folder: Path, cluster: Cluster) -> Avoided:
+    """The decision of this moment; the last one where Slurm does not say how many nodes there are."""
     found = failures(scale_folder)
     if not found:
         return Avoided()
     needed = max(f.run["resources"].get("nodes", 1) for f in run_folders(scale_folder))
     try:
-        decision = decide(found, cluster.bad_node_after, room(cluster, needed))
+        return decide(found, cluster.bad_node_after, room(cluster, needed))
     except SlurmError:
         return last_decision(scale_folder)
-    if write:
-        write_json(scale_folder / "avoided.json", asdict(decision))
-    return decision
+
+
+def steer(scale_folder: Path, cluster: Cluster, requeued: str | None = None) -> Avoided:
+    """Decide, have the experiment's jobs that wait start on no avoided node, and keep the decision in ``avoided.json``.
+
+    One question to Slurm and one update, where the decision has changed or the last was not heard; ``requeued``, a job that
+    has just gone back into the queue, is told in any case. What fails is in ``unheard``, and the next call tries again.
+    """
+    path = scale_folder / "avoided.json"
+    with hold(scale_folder / "avoided.lock", wait=True):  # of two decisions the later is told last
+        before, now = last_decision(scale_folder), avoided(scale_folder, cluster)
+        now = replace(now, unheard="")
+        news = now.nodes.keys() != before.nodes.keys() or before.unheard
+        try:
+            wait = waiting(scale_folder) if news else set()
+            keep_away(wait | ({requeued} - {None}), cluster.avoiding(sorted(now.nodes)))
+        except SlurmError as error:
+            now = replace(now, unheard=str(error))
+        if now != before:
+            write_json(path, asdict(now))
+    return now
+
+
+def waiting(scale_folder: Path) -> set[str]:
+    """Ids of the experiment's jobs that wait. Raises SlurmError."""
+    own = set((read_json(scale_folder / "slurm.json") or {}).values())
+    if not own:
+        return own
+    return {job_id for job_id, job in queued(fresh=True).items() if job.waits} & own
+
+
+def keep_away(job_ids: Collection[str], nodes: str) -> None:
+    """Have these jobs, which wait, start on none of ``nodes`` ("": on any); it is too late for some. Raises SlurmError."""
+    arrays: dict[str, list[str]] = {}
+    for job_id in sorted(job_ids):
+        array, _, task = job_id.partition("_")
+        arrays.setdefault(array, []).append(task)
+    named = [f"{array}_[{','.join(t)}]" if all(t) else array for array, t in arrays.items()]
+    if not named:
+        return
+    try:
+        ask_slurm("scontrol", "update", f"JobId={','.join(named)}", f"ExcNodeList={nodes}")
+    except SlurmError as error:
+        if "no longer pending" not in str(error):
+            raise
 
 
 def last_decision(scale_folder: Path) -> Avoided:

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 from harness import container, fingerprints, inputs, notify, requeue
-from harness.avoid import avoided
+from harness.avoid import steer
 from harness.cluster import Cluster
 from harness.command import (
     cluster_line,
@@ -85,8 +85,9 @@ def run_job(run_dir: str | Path) -> Ending:
             return Ending("DONE", "was done before")
         end_leftovers(folder.mark)
         job_id = requeue.own_job()
-        requeue.close_attempts(folder, job_id)
         cluster = requeue.profile(folder.path.parent)
+        if requeue.close_attempts(folder, job_id) and job_id is not None:
+            steer(folder.path.parent, cluster)
         if too_often := _too_often(folder, job_id, cluster):
             return too_often
         attempt = folder.new_attempt()
@@ -146,20 +147,14 @@ def _decide(
 
 
 def _go_back(folder: RunFolder, job_id: str, ending: Ending) -> Ending:
-    """Put the run back into the queue, away from nodes that failed; what became of that."""
-    attempt, cluster = folder.attempts[-1], requeue.profile(folder.path.parent)
+    """Put the run back into the queue; what became of that."""
+    attempt = folder.attempts[-1]
     try:
         requeue.go_back(job_id)
     except SlurmError as error:
         requeue.lost_its_place(folder, attempt, str(error))
         reason = f"{requeue.without_place(ending.reason)}; {requeue.STAYED}: {error}"
         return replace(ending, reason=reason, goes_back=False)
-    if requeue.COUNTED[ending.state] == "failed":
-        bad = sorted(avoided(folder.path.parent, cluster).nodes)
-        try:
-            requeue.keep_away(job_id, cluster.avoiding(bad))
-        except SlurmError as error:  # it has its place, and may meet the node again
-            typer.echo(f"{folder.name}: nodes to avoid ({', '.join(bad)}): {error}", err=True)
     return ending
 
 
@@ -367,6 +362,11 @@ def main(
             requeue.stay_out(job_id)
         except SlurmError as error:  # Slurm starts it again, and that start sees that it may not
             typer.echo(f"{folder.name}: it may be started once more: {error}", err=True)
+    if job_id is not None and requeue.COUNTED.get(ending.state) == "failed":
+        # After the requeue: only a job that waits can be told, and this process still has KillWait seconds.
+        again = job_id if ending.goes_back else None
+        for line in steer(folder.path.parent, requeue.profile(folder.path.parent), again).lines():
+            typer.echo(f"{run_dir.name}: {line}")
     typer.echo(f"{run_dir.name}: {ending.state}{f': {ending.reason}' if ending.reason else ''}")
     notify.after(folder, goes_back=ending.goes_back)
     if ending.goes_back:

@@ -134,11 +134,14 @@ def job_of(start: dict[str, Any]) -> str | None:
     return f"{array}_{task}" if array and task else start.get("slurm_job_id")
 
 
-def close_attempts(folder: RunFolder, job_id: str | None) -> None:
-    """Write the missing end of the last attempt, whose job was gone before it could. Only the holder of the lock may."""
+def close_attempts(folder: RunFolder, job_id: str | None) -> bool:
+    """Write the missing end of the last attempt, whose job was gone before it could; True where one was missing.
+
+    Only the holder of the lock may.
+    """
     attempts = folder.attempts
     if not attempts or (attempts[-1] / "end.json").exists():
-        return
+        return False
     start = read_json(attempts[-1] / "start.json") or {}
     beat = folder.heartbeat or {}
     began = start.get("time", attempts[-1].stat().st_mtime)
@@ -158,6 +161,7 @@ def close_attempts(folder: RunFolder, job_id: str | None) -> None:
             **({"lost_nodes": lost} if state == "NODE_FAIL" else {}),
         },
     )
+    return True
 
 
 def _afterwards(job_id: str | None, again: bool) -> tuple[str, str, list[str]]:
@@ -236,14 +240,6 @@ def _has_left(job_id: str) -> bool | None:
         return None
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     return facts.get("JobState") != "RUNNING" or int(facts.get("Restarts", "0")) > restarts
-
-
-def keep_away(job_id: str, nodes: str) -> None:
-    """Have this job start on none of ``nodes`` the next time ("": on any). Raises SlurmError.
-
-    Possible once the job is pending again, which it is from the requeue on, while this process still has KillWait seconds.
-    """
-    ask_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")
 
 
 def lost_its_place(folder: RunFolder, attempt: Path, why: str) -> None:

@@ -91,6 +91,7 @@ def ask_slurm(*command: str, input: str | None = None, within_s: float = ANSWER_
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
         said = [line.removeprefix(f"{command[0]}: ") for line in said]
+        said = [line for line in said if not line.endswith(": No error")]  # of a job beside others
         words = [line for line in said if not line.startswith("Try ")] or ["no word"]  # "--help"
         raise SlurmError(f"{command[0]}: {words[-1]}")
     return done.stdout

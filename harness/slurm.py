@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.avoid import avoided
+from harness.avoid import avoided, steer
 from harness.cluster import Cluster
 from harness.expand import Run
 from harness.identity import TOOLS, digest, take_snapshot
@@ -54,7 +54,7 @@ def scripts(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) -> list[
     folder = folder.resolve()
     code = take_snapshot(folder.parents[1] / ".code", write=False, code=TOOLS).path
     ids, found = job_ids(folder), []
-    avoid = sorted(avoided(folder, cluster, write=False).nodes)
+    avoid = sorted(avoided(folder, cluster).nodes)
     for array in planned_arrays(runs, cluster):
         name = job_name(array, folder, ids)
         found.append((name, _script(array, cluster, name, ids, folder, code, avoid)))
@@ -75,7 +75,7 @@ def submit_arrays(folder: Path, runs: Iterable[Run | Task], cluster: Cluster) ->
     # A job waits for hours: it works with what was submitted, not with what has been edited since.
     code = take_snapshot(folder.parents[1] / ".code", code=TOOLS).path
     with outside_an_allocation():
-        avoid = sorted(avoided(folder, cluster).nodes)
+        avoid = sorted(steer(folder, cluster).nodes)
         for array in planned_arrays(runs, cluster):
             name = job_name(array, folder, ids)
             text = _script(array, cluster, name, ids, folder, code, avoid)

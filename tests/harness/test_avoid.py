@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.avoid import Failure, avoided, decide, failures, room
+from harness.avoid import Failure, decide, failures, last_decision, room, steer
 from harness.cluster import Cluster
 from harness.run_folder import RunFolder, write_json
 from harness.why import account
@@ -103,7 +103,71 @@ def test_a_person_reads_what_is_avoided_and_why(make_run, tmp_path, monkeypatch)
         attempt(folder, node, ECC)
     four = "".join(f"node{n}|main*\\n" for n in range(1, 5))
     put_on_path(tmp_path, monkeypatch, sinfo=f'#!/bin/sh\nprintf "{four}"\n')
-    avoided(folder.path.parent, Cluster())
+    steer(folder.path.parent, Cluster())
     first, second = account(folder).avoids
     assert first == f"Avoided: node1: 2 failures, the last of {folder.name}: {ECC}"
     assert second.startswith("Not avoided: node2: 2 failures")
+
+
+FOUR = "".join(f"node{n}|main*\\n" for n in range(1, 5))
+UPDATES = """#!/bin/sh
+echo "$@" >> "$LAB/updates"
+[ -e "$LAB/refuses" ] && { echo 'slurm_update error: Access/permission denied' >&2; exit 1; }
+[ -e "$LAB/late" ] && { echo '9_4: Job is no longer pending execution' >&2; echo '9_2,5: No error' >&2; exit 1; }
+exit 0
+"""
+
+
+@pytest.fixture
+def waits(make_run, lab, monkeypatch):
+    """Six runs of array 9: 0 and 1 have failed on node1, 3 works, 2, 4 and 5 wait; another's job waits beside them."""
+    put_on_path(lab, monkeypatch, scontrol=UPDATES, sinfo=f'#!/bin/sh\nprintf "{FOUR}"\n')
+    folders = [make_run(f"molt-s{number}-00000000") for number in range(6)]
+    for folder in folders[:2]:
+        attempt(folder, "node1", ECC)
+    ids = {folder.name: f"9_{number}" for number, folder in enumerate(folders)}
+    write_json(folders[0].path.parent / "slurm.json", ids)
+    states = {"9_2": "PENDING", "9_3": "RUNNING", "9_4": "PENDING", "9_5": "PENDING"}
+    rows = [f"{job}|{state}|||10:00|N/A|x\n" for job, state in (states | {"8": "PENDING"}).items()]
+    (lab / "queued").write_text("".join(rows))
+    return folders[0].path.parent
+
+
+def updates(lab) -> list[str]:
+    return (lab / "updates").read_text().splitlines() if (lab / "updates").exists() else []
+
+
+def test_runs_that_wait_stay_away_from_a_node_that_became_bad(waits, lab):
+    """In one update; again only where the decision is another."""
+    assert list(steer(waits, Cluster(sbatch={"exclude": "old7"})).nodes) == ["node1"]
+    assert updates(lab) == ["update JobId=9_[2,4,5] ExcNodeList=old7,node1"]
+    steer(waits, Cluster(sbatch={"exclude": "old7"}))
+    assert len(updates(lab)) == 1
+    steer(waits, Cluster(bad_node_after=3))  # it is not avoided any more
+    assert updates(lab)[1:] == ["update JobId=9_[2,4,5] ExcNodeList="]
+
+
+def test_a_run_that_goes_back_is_told_though_the_others_know(waits, lab):
+    steer(waits, Cluster())
+    steer(waits, Cluster(), requeued="9_1")
+    assert updates(lab)[1:] == ["update JobId=9_[1] ExcNodeList=node1"]
+
+
+def test_what_the_waiting_runs_did_not_hear_is_said_and_sent_again(waits, lab):
+    (lab / "refuses").touch()
+    decision = steer(waits, Cluster())
+    assert "node1" in decision.nodes and "permission denied" in decision.lines()[-1]
+    assert last_decision(waits) == decision
+    (lab / "refuses").unlink()
+    assert steer(waits, Cluster()).unheard == ""
+    assert len(updates(lab)) == 2
+
+
+def test_a_run_that_has_started_meanwhile_is_no_failure_of_the_update(waits, lab):
+    (lab / "late").touch()
+    assert steer(waits, Cluster()).unheard == ""
+
+
+def test_nothing_is_asked_where_nothing_has_failed(make_run, lab):
+    assert steer(make_run().path.parent, Cluster()).nodes == {}
+    assert not (lab / "squeue.calls").exists()

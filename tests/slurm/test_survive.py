@@ -10,6 +10,7 @@ import time
 import pytest
 
 from harness import scheduler
+from harness.avoid import last_decision
 from harness.cluster import Attempts
 from harness.run_folder import RunFolder, read_json
 from harness.run_status import read_statuses
@@ -172,6 +173,27 @@ if os.uname().nodename == "node1":
     states = [end["state"] for end in ends(folder)]
     nodes = [read_json(a / "start.json")["slurmd_nodename"] for a in folder.attempts]
     assert nodes[0] == "node1" and states == ["INFRA", "DONE"] and nodes[1] != "node1"
+
+
+def test_runs_that_wait_learn_of_a_bad_node_before_it_draws_them(light):
+    """It fails at once and is free soon: without that word others of the array would meet it."""
+    body = """
+first, node = run.parent / "first", os.uname().nodename
+if not first.exists():
+    first.write_text(node)
+if steps == 5 and first.read_text() == node:
+    print("RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    sys.exit(1)
+""" + slow(0.1)
+    expansion = light(train=body)
+    send(expansion, LOCAL.model_copy(update={"max_running": 1, "bad_node_after": 1}))
+    assert set(settled(expansion, 180).values()) == {"DONE"}
+    bad = (expansion.folder / "first").read_text()
+    last = expansion.replicates[-1].name
+    assert len(RunFolder(expansion.folder / last).attempts) == 1
+    assert scheduler.describe(job_ids(expansion.folder)[last])["ExcNodeList"] == bad
+    (line,) = last_decision(expansion.folder).lines()
+    assert line.startswith(f"Avoided: {bad}: ")
 
 
 def test_a_hang_ends_the_job_with_the_stacks_of_every_process(light, mlflow_says):
