@@ -149,7 +149,7 @@ def _secrets(node: yaml.Node, key: str, name: str) -> Iterator[Problem]:
     elif isinstance(node, yaml.SequenceNode):
         for position, value in enumerate(node.value):
             yield from _secrets(value, f"{key}[{position}]", name)
-    elif node.tag != "tag:yaml.org,2002:null" and refused(name, node.value):
+    elif node.tag == "tag:yaml.org,2002:str" and refused(name, node.value):
         yield Problem(
             node.start_mark.line + 1,
             key,

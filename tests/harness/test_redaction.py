@@ -78,6 +78,12 @@ def test_a_name_without_a_value_and_references_are_no_secrets(tmp_path):
     assert profile.exports == {"HF_TOKEN_PATH": "/home/me/token", "NCCL_DEBUG": "WARN"}
 
 
+def test_a_tokenizers_token_is_no_secret(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text("variant: {stop_token: 151645, eos_token: <|im_end|>, hide_token: false}\n")
+    assert read(path).data["variant"]["stop_token"] == 151645
+
+
 def test_records_have_the_name_in_the_place_of_the_value_and_numbers_as_they_were(
     tmp_path, monkeypatch
 ):
