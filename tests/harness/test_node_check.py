@@ -134,8 +134,9 @@ echo $number
     echo 'WHAT A NODE SEES []' > "$(sed -n 's/#SBATCH --output=//p' "$LAB/script")"
 exit 0
 """
-SQUEUE = """#!/bin/sh
-number=$(cat "$LAB/count"); echo "$number|$(sed -n ${number}p "$LAB/states")|None|node2|0:00|x"
+SCONTROL = """#!/bin/sh
+number=$(cat "$LAB/count")
+echo "JobId=$number JobState=$(sed -n ${number}p "$LAB/states") Reason=None NodeList=node2"
 """
 
 
@@ -144,7 +145,9 @@ def slurm_says(tmp_path, monkeypatch):
     """slurm_says(state, ...): how the first, the second ... job that looks ends; one that COMPLETED found nothing wrong."""
     lab = tmp_path / "lab"
     lab.mkdir()
-    scripts = {"sbatch": SBATCH, "squeue": SQUEUE, "scancel": 'echo "$@" >> "$LAB/scancelled"\n'}
+    noted = 'echo "$@" >> "$LAB/scancelled"\n'
+    scripts = {"sbatch": SBATCH, "scontrol": SCONTROL, "scancel": noted}
+    scripts |= {"squeue": "true\n", "sacct": "exit 1\n"}  # as of a job that ended a while ago
     for name, text in scripts.items():
         (lab / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}")
         (lab / name).chmod(0o755)
