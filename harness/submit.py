@@ -208,7 +208,7 @@ def look_at_a_node(
     try:
         sight = nodes.look(expansion, runs, cluster)
     except SlurmError as error:
-        sight = nodes.Sight((str(error),))
+        sight = nodes.Sight(unchecked=str(error))
     if sight.problems:
         lines = [*(f"- {problem}" for problem in sight.problems), "Nothing was started."]
         refuse(console, lines, as_json)

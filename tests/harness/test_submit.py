@@ -22,6 +22,7 @@ from harness.container import Image
 from harness.expand import expand
 from harness.processes import own_environment
 from harness.run_folder import RunFolder, read_json, write_json
+from harness.scheduler import SlurmError
 from harness.slurm import job_ids
 from harness.spec import load
 from harness.submit import changes, choose_scale, run_on_slurm, sort_out, submit
@@ -164,6 +165,7 @@ import sys, time
 from pathlib import Path
 from analysis import plan
 from harness.expand import expand
+from harness.scheduler import SlurmError
 from harness.spec import load
 from harness.submit import submit
 def slow(*arguments, write=plan._write_beside):  # as on a shared file system
@@ -381,3 +383,15 @@ def test_json_names_what_was_started(tmp_path, monkeypatch):
     data = json.loads(next(line for line in shown.splitlines() if line.startswith("{")))
     assert len(data["start"]) == 6
     assert Path(data["folder"]).is_dir()
+
+
+def test_a_slurm_that_does_not_answer_the_look_is_no_refusal(expansion, monkeypatch):
+    def silent(*_):
+        raise SlurmError("sbatch: timed out after 60 s")
+
+    monkeypatch.setattr(submit_module.nodes, "look", silent)
+    shown = Console(file=io.StringIO(), width=200)
+    submit_module.look_at_a_node(shown, expansion, expansion.runs, Cluster(), as_json=False)
+    assert (
+        "Not checked" in shown.file.getvalue() and "timed out after 60 s" in shown.file.getvalue()
+    )
