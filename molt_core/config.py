@@ -11,7 +11,7 @@ from typing import Literal
 import yaml
 from pydantic import Field, model_validator
 
-from molt_core.algo.config import BUILT_IN_WITHOUT_CRITIC, GROUP_ESTIMATORS, AlgorithmConfig
+from molt_core.algo.config import BUILT_IN_WITHOUT_CRITIC, GROUP_ESTIMATORS, LOSSES, AlgorithmConfig
 from molt_core.strict import Strict
 
 
@@ -310,6 +310,33 @@ class RunConfig(Strict):
             raise ValueError(
                 "model.routing_replay: vLLM keeps recorded routes by KV block, which it names for prefix caching alone; set "
                 "engine.prefix_caching: true, or model.routing_replay: false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _clips_that_act(self) -> RunConfig:
+        """With one step a batch (``optimizer.steps_per_batch``) the policy is still the one that was recomputed for it."""
+        algorithm = self.algorithm
+        for option in ("clip_low", "clip_high", "dual_clip"):
+            changed = getattr(algorithm, option) != type(algorithm).model_fields[option].default
+            if changed and algorithm.proximal == "current" and algorithm.loss in LOSSES:
+                raise ValueError(
+                    f"algorithm.{option} has no effect with algorithm.proximal: current: at the only step of a batch every "
+                    "ratio is 1; remove it, or set algorithm.proximal: rollout and algorithm.correction: off"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _filters_that_keep_something(self) -> RunConfig:
+        if self.rollout.drop_zero_variance and self.rollout.samples_per_prompt == 1:
+            raise ValueError(
+                "rollout.drop_zero_variance drops every group of one sample; set rollout.samples_per_prompt to 2 or more, or "
+                "drop_zero_variance: false"
+            )
+        if self.rollout.drop_zero_variance and self.algorithm.advantage == "on_policy_distillation":
+            raise ValueError(
+                "rollout.drop_zero_variance filters by rewards, which algorithm.advantage: on_policy_distillation does not "
+                "train on; set it to false"
             )
         return self
 

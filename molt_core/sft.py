@@ -15,6 +15,7 @@ FOLDER becomes a Hugging Face folder with ``warmup.json`` in it; it appears whol
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -165,7 +166,11 @@ def _step(
         backend.backward(loss, is_last=number == len(share) - 1)
         total += loss.detach()
     dist.all_reduce(total)
-    backend.optimizer_step()
+    norm = backend.optimizer_step()
+    if not (math.isfinite(total) and math.isfinite(norm)):
+        raise FloatingPointError(
+            f"loss {float(total)} or gradient norm {norm} is not finite; a lower warmup.lr may do"
+        )
     # Ranks of one place (of a tensor-parallel group) have the same rows.
     return float(total) * backend.data_size / dist.get_world_size()
 

@@ -22,6 +22,8 @@ BUILT_IN_WITHOUT_CRITIC = (
     "on_policy_distillation",
 )
 WITHOUT_TOKEN_REWARD = (*GROUP_ESTIMATORS, "flash_reinforce", "on_policy_distillation")
+ESTIMATORS = (*BUILT_IN_WITHOUT_CRITIC, "gae")
+LOSSES = ("clipped", "gspo", "cispo", "policy_gradient")
 NOT_READ_BY = {
     "gamma": ("advantage", WITHOUT_TOKEN_REWARD),
     "gae_lambda": ("advantage", BUILT_IN_WITHOUT_CRITIC),
@@ -190,6 +192,17 @@ class AlgorithmConfig(Strict):
     aggregation_length: int | None = Field(
         None, gt=0, description="length L of aggregation: constant, in tokens"
     )
+
+    @model_validator(mode="after")
+    def _known_names(self) -> AlgorithmConfig:
+        built_in = {"advantage": ESTIMATORS, "loss": LOSSES}
+        for key, names in built_in.items():
+            if not self.plugins and getattr(self, key) not in names:
+                raise ValueError(
+                    f"algorithm.{key}: {getattr(self, key)} is unknown; choose one of {', '.join(names)}, or name the "
+                    "file that registers it under algorithm.plugins"
+                )
+        return self
 
     @model_validator(mode="after")
     def _no_double_correction(self) -> AlgorithmConfig:

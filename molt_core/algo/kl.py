@@ -31,8 +31,8 @@ def k1(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def k2(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """``(log pi - log base)^2 / 2``: biased, never negative."""
-    return (logprobs - base).square() / 2
+    """``(log pi - log base)^2 / 2``, the logarithm bounded as k3's is: biased, never negative, always finite."""
+    return log_ratio(logprobs, base).square() / 2
 
 
 def k3(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -82,11 +82,16 @@ def gspo(
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """The clipped surrogate of one ratio a rollout, ``s = exp(mean_t log r_t)``, the geometric mean of its token ratios.
 
-    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`` for each token. Zheng et al. 2025 (arXiv 2507.18071), equation 5;
-    with ``aggregation: sequence_mean`` the sum over tokens is that equation itself. The mean runs over all segments.
+    ``-min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)`` with ``s_t = sg[s] pi_t / sg[pi_t]``: the paper's GSPO-token,
+    whose values are those of GSPO and whose gradient is too where all tokens of a rollout have one advantage. Otherwise each
+    token keeps its own advantage and importance weight, and one that a correction rejects is not trained. The mean runs over
+    all segments. Zheng et al. 2025 (arXiv 2507.18071), "GSPO-token"; with ``aggregation: sequence_mean`` the sum over tokens
+    is their objective itself.
     """
     logs = log_ratio(tokens.logprobs, tokens.proximal_logprobs)
-    return _clipped_surrogate(sequence_mean(logs, tokens.sequence).exp(), tokens, config)
+    s = sequence_mean(logs, tokens.sequence).exp().detach()
+    own = ratio(tokens.logprobs, tokens.logprobs.detach())
+    return _clipped_surrogate(s * own, tokens, config)
 
 
 def _clipped_surrogate(

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from molt_core.config import ModelConfig
 from molt_core.models.layout import to_published
+from molt_core.types import ContractError
 
 WEIGHTS_FILE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
@@ -235,6 +236,17 @@ def expert_layers(folder: Path) -> tuple[int, ...]:
         for n in layers
         if n not in text.mlp_only_layers and (n + 1) % text.decoder_sparse_step == 0
     )
+
+
+def check_same_tokens(policy: Path, other: Path) -> None:
+    """Raises ContractError unless an id means the same to both: ``other`` scores what ``policy`` has sampled."""
+    ours, theirs = (_tokenizer(folder).get_vocab() for folder in (policy, other))
+    if ours != theirs:
+        differ = sum(theirs.get(token) != number for token, number in ours.items())
+        raise ContractError(
+            f"algorithm.teacher: {other} has another tokenizer than the policy ({differ} of {len(ours)} tokens have another id "
+            "there, or none); take a teacher of the same model family"
+        )
 
 
 def _tokenizer(folder: Path):

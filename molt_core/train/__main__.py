@@ -24,6 +24,8 @@ from pathlib import Path
 import ray
 from pydantic import ValidationError
 
+from molt_core.algo.advantages import advantage_function
+from molt_core.algo.losses import loss_function
 from molt_core.algo.registry import load_plugins
 from molt_core.config import load_run_config
 from molt_core.loop import Diverged, EverythingDropped, Loop
@@ -102,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_run_config(arguments.config)
         load_plugins(config.algorithm.plugins)
+        advantage_function(config.algorithm.advantage), loss_function(config.algorithm.loss)
     except (ValidationError, ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2

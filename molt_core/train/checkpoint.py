@@ -37,6 +37,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, read or kept; the message names the folder and what to change."""
 
 
+class OtherSchema(CheckpointError):
+    """A whole checkpoint of another version of this code. Nothing is begun anew over it."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint: ``bytes`` on disk; ``record`` is the metrics record of its step."""
@@ -58,15 +62,17 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises CheckpointError that says what a torn checkpoint lacks."""
+    """Raises CheckpointError that says what a torn checkpoint lacks, OtherSchema for one of another version."""
     path = Path(path)
     try:
-        facts = json.loads((path / MARKER).read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        facts = dict(json.loads((path / MARKER).read_text()))
+        version = facts["schema_version"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: no readable {MARKER}: it was never completed") from error
-    if facts["schema_version"] != SCHEMA_VERSION:
-        raise CheckpointError(
-            f"{path}: schema version {facts['schema_version']}, this code reads {SCHEMA_VERSION}"
+    if version != SCHEMA_VERSION:
+        raise OtherSchema(
+            f"{path}: schema version {version}, this code reads {SCHEMA_VERSION}; go on with the code that wrote it, or move "
+            "the run's checkpoints away to begin anew"
         )
     found = _sizes(path)
     for name, size in facts["files"].items():
@@ -84,11 +90,13 @@ class CheckpointStore:
         self.folder, self.config = Path(folder), config
 
     def scan(self) -> tuple[list[Checkpoint], list[str]]:
-        """(complete ones by step, what is wrong with the others)."""
+        """(complete ones by step, what is wrong with the others). Raises OtherSchema."""
         complete, torn = [], []
         for path in sorted(self.folder.glob("step-*")):
             try:
                 complete.append(read_checkpoint(path))
+            except OtherSchema:
+                raise
             except CheckpointError as error:
                 torn.append(str(error))
         return sorted(complete, key=lambda checkpoint: checkpoint.step), torn

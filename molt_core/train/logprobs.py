@@ -63,7 +63,7 @@ def action_logprobs(
 
     hidden ``[N, hidden]``: the decoder's output at the predicting positions. weight ``[vocabulary, hidden]`` of the output
     layer, or this rank's equal share of its rows in the order of ranks in ``group``, over which the gradient of ``hidden`` is
-    then summed. An id that can never be sampled has log-probability -inf.
+    then summed. An id that can never be sampled, or that the vocabulary lacks, has log-probability -inf.
     """
     return _ActionLogprobs.apply(hidden, weight, ids, distribution, group, chunk_tokens)
 
@@ -81,7 +81,10 @@ class _ActionLogprobs(torch.autograd.Function):
             log_softmax = distribution.log_softmax(hidden[part] @ weight.T, first_id, group)
             column, here = _own_column(ids[part], first_id, len(weight))
             own = log_softmax.gather(1, column).masked_fill_(~here, 0.0)
-            logprobs[part] = _reduced(own.squeeze(1), group)
+            nowhere = ids[part] >= len(weight) * (
+                1 if group is None else dist.get_world_size(group)
+            )
+            logprobs[part] = _reduced(own.squeeze(1), group).masked_fill(nowhere, -torch.inf)
             entropy[part] = distribution.entropy(log_softmax, first_id, group)
         return logprobs, entropy
 

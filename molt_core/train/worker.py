@@ -22,7 +22,12 @@ from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.registry import load_plugins
 from molt_core.config import ModelConfig, RunConfig
 from molt_core.models.layout import to_published
-from molt_core.models.load import atomic_folder, excluded_token_ids, save_policy
+from molt_core.models.load import (
+    atomic_folder,
+    check_same_tokens,
+    excluded_token_ids,
+    save_policy,
+)
 from molt_core.rollout import refit
 from molt_core.train.backend import TrainBackend, backend_class, can_step
 from molt_core.train.critic import CriticGroup, CriticRank, CriticResult
@@ -129,6 +134,7 @@ class TrainerRank(CriticRank):
         teacher = self.config.algorithm.teacher
         model = self.config.model.model_copy(update={"routing_replay": False})
         folder = self.checkpoint if name == "reference" else Path(teacher)
+        check_same_tokens(self.checkpoint, folder)
         return self._backend(folder, model, steps=0)
 
     def step(

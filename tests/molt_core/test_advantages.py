@@ -118,7 +118,7 @@ def test_gae_by_hand():
 
 def test_a_critic_is_trained_towards_its_value_plus_the_advantage_of_gae():
     # The numbers above: 1 + 0.25, 2 + 1, 4 + 4, 1 + 2, whatever the estimator makes of them.
-    config = AlgorithmConfig(advantage="my_own", gamma=0.5, gae_lambda=0.5)
+    config = AlgorithmConfig(advantage="my_own", plugins=("my.py",), gamma=0.5, gae_lambda=0.5)
     out = lambda_returns(tokens([8, 3], [0, 1], [3, 1], values=[1.0, 2.0, 4.0, 1.0]), config)
     assert out.tolist() == pytest.approx([1.25, 3.0, 8.0, 3.0])
 
@@ -173,18 +173,27 @@ def test_distillation_refuses_to_go_without_a_teacher():
 
 
 @given(batch=batches(), seed=st.integers(0, 99))
-@pytest.mark.parametrize("estimator", [*GROUP_ESTIMATORS, reinforce_pp, flash_reinforce])
+@pytest.mark.parametrize(
+    "estimator", [*GROUP_ESTIMATORS, reinforce_pp, flash_reinforce, gae, on_policy_distillation]
+)
 def test_order_of_rollouts_and_groups_does_not_matter(estimator, batch, seed):
     rewards, groups, lengths = batch
-    order = np.random.default_rng(seed).permutation(len(rewards))
-    relabel = np.random.default_rng(seed + 1).permutation(max(groups) + 1)
-    straight = estimator(tokens(rewards, groups, lengths), CONFIG).split(lengths)
-    shuffled_lengths = [lengths[i] for i in order]
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(rewards))
+    relabel = generator.permutation(max(groups) + 1)
+    of_tokens = {name: generator.normal(size=sum(lengths)) for name in ("teacher", "values")}
+    config = CONFIG.model_copy(update={"gamma": 0.9, "gae_lambda": 0.8})
+    straight = estimator(tokens(rewards, groups, lengths, **of_tokens), config).split(lengths)
+    starts, shuffled_lengths = np.cumsum([0, *lengths]), [lengths[i] for i in order]
+    along = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
     shuffled = estimator(
         tokens(
-            [rewards[i] for i in order], [int(relabel[groups[i]]) for i in order], shuffled_lengths
+            [rewards[i] for i in order],
+            [int(relabel[groups[i]]) for i in order],
+            shuffled_lengths,
+            **{name: column[along] for name, column in of_tokens.items()},
         ),
-        CONFIG,
+        config,
     ).split(shuffled_lengths)
     for place, i in enumerate(order):
         torch.testing.assert_close(shuffled[place], straight[i], rtol=0, atol=1e-6)
@@ -309,4 +318,5 @@ def test_a_wrong_result_of_an_estimator_is_refused_by_name(wrong):
     name = f"wrong_{id(wrong)}"
     register_advantage(name)(lambda tokens, config: wrong(len(tokens.rollout)))
     with pytest.raises(ValueError, match=f"{name} returned .* 7 sampled tokens"):
-        advantages(rollout_tokens(two_segment_batch()), AlgorithmConfig(advantage=name))
+        config = AlgorithmConfig(advantage=name, plugins=("my.py",))
+        advantages(rollout_tokens(two_segment_batch()), config)

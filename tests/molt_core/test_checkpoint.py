@@ -12,6 +12,7 @@ from molt_core.train.checkpoint import (
     MARKER,
     CheckpointError,
     CheckpointStore,
+    OtherSchema,
     Saver,
     read_checkpoint,
 )
@@ -40,15 +41,19 @@ def test_a_checkpoint_is_found_with_its_record_and_the_policy_it_began_from(tmp_
     assert found.bytes == 1000 + len(b"state")
 
 
-@pytest.mark.parametrize("damage", ["no marker", "half a marker", "short shard", "no loop state"])
+MARKERS = {"half a marker": b'{"schema_version": 1, "fi', "an empty object": b"{}"}
+MARKERS |= {"nothing": b"null", "a list": b"[1, 2]", "no text": b"\xff\xfe\x00"}
+
+
+@pytest.mark.parametrize("damage", ["no marker", *MARKERS, "short shard", "no loop state"])
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_the_newest(tmp_path, damage):
     store = make_store(tmp_path)
     write(store, 5)
     torn = write(store, 10).path
     if damage == "no marker":
         (torn / MARKER).unlink()
-    elif damage == "half a marker":
-        (torn / MARKER).write_text((torn / MARKER).read_text()[:40])
+    elif damage in MARKERS:
+        (torn / MARKER).write_bytes(MARKERS[damage])
     elif damage == "short shard":
         (torn / "trainer" / "shard").write_bytes(b"x" * 999)
     else:
@@ -123,12 +128,16 @@ def test_the_newest_one_is_never_deleted_and_a_budget_below_it_is_an_error(tmp_p
     assert steps(store) == [1, 2]
 
 
-def test_another_schema_is_refused(tmp_path):
-    path = write(make_store(tmp_path), 1).path
+def test_another_schema_is_refused_and_nothing_is_begun_anew_over_it(tmp_path):
+    store = make_store(tmp_path)
+    path = write(store, 1).path
     facts = json.loads((path / MARKER).read_text())
     (path / MARKER).write_text(json.dumps(facts | {"schema_version": 0}))
-    with pytest.raises(CheckpointError, match="schema version 0"):
-        read_checkpoint(path)
+    for read in (lambda: read_checkpoint(path), store.scan):
+        with pytest.raises(
+            OtherSchema, match="schema version 0.*go on with the code that wrote it"
+        ):
+            read()
 
 
 class Trainer:

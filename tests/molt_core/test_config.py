@@ -3,7 +3,13 @@
 import pytest
 from pydantic import ValidationError
 
-from molt_core.algo.config import CORRECTION_SCHEMES, AlgorithmConfig, KLConfig
+from molt_core.algo.config import (
+    CORRECTION_SCHEMES,
+    ESTIMATORS,
+    LOSSES,
+    AlgorithmConfig,
+    KLConfig,
+)
 from molt_core.config import RunConfig
 
 BASE = {"model": {"builtin": "tiny-qwen3-vl-moe"}, "task": {"source": "shapes"}}
@@ -93,6 +99,48 @@ def test_a_penalty_without_the_gradient_of_a_penalty_is_refused(kl, match):
 )
 def test_a_critic_that_is_not_trained_as_it_says_is_refused(changes, match):
     refused({"algorithm": {"advantage": "gae"}, "critic": {}} | changes, match)
+
+
+@pytest.mark.parametrize("option", [{"clip_low": 0.1}, {"clip_high": 0.1}, {"dual_clip": 3.0}])
+def test_a_clip_of_a_ratio_that_is_always_one_is_refused(option):
+    refused({"algorithm": option}, f"{[*option][0]} has no effect with algorithm.proximal: current")
+    acts = {"proximal": "rollout", "correction": "off", **option}
+    RunConfig.model_validate(BASE | {"algorithm": acts})
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"algorithm": {"advantage": "flash_reinforce"}, "rollout": {"samples_per_prompt": 1}},
+            "drops every group of one sample",
+        ),
+        (
+            {"algorithm": {"advantage": "on_policy_distillation", "teacher": "folder"}},
+            "filters by rewards",
+        ),
+    ],
+)
+def test_a_filter_that_drops_for_nothing_is_refused(changes, match):
+    rollout = {"rollout": {"drop_zero_variance": True, **changes.get("rollout", {})}}
+    refused(changes | rollout, match)
+
+
+@pytest.mark.parametrize("name", [{"advantage": "gpro"}, {"loss": "clip"}])
+def test_an_unknown_name_is_refused_unless_a_file_may_register_it(name):
+    refused({"algorithm": name}, "is unknown; choose one of .*algorithm.plugins")
+    RunConfig.model_validate(BASE | {"algorithm": name | {"plugins": ["mine.py"]}})
+
+
+def test_the_names_that_are_built_in_are_those_that_are_registered():
+    from molt_core.algo import advantages, losses
+
+    for name in ESTIMATORS:
+        advantages.advantage_function(name)
+    for name in LOSSES:
+        losses.loss_function(name)
+    with pytest.raises(ValueError, match=str([*sorted(LOSSES)])[1:-1]):
+        losses.loss_function("another")
 
 
 def test_another_trainer_may_have_a_critic_in_processes_of_its_own():

@@ -161,6 +161,9 @@ every_setting = pytest.mark.parametrize(
         CorrectionConfig(level="geometric", mode="mask", low=0.99, high=1.01, truncate_kept=2.0),
         CorrectionConfig(level="token", mode="mask", gate="binary_kl", high=0.05),
         CorrectionConfig(level="sequence", mode="mask", gate="tv", high=0.2),
+        CorrectionConfig(level="sequence", mode="clip", low=0.5),
+        CorrectionConfig(level="sequence", mode="mask", gate="binary_kl", high=0.05),
+        CorrectionConfig(level="token", mode="mask", gate="tv", high=0.2),
     ],
     ids=lambda config: f"{config.level}-{config.mode}-{config.gate}",
 )

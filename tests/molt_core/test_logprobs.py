@@ -47,6 +47,13 @@ def test_excluded_ids_have_no_share_in_the_distribution():
     assert entropy.item() == pytest.approx(math.log(2))
 
 
+def test_an_id_that_the_vocabulary_lacks_is_never_sampled():
+    logprobs, _ = of_logits(
+        [[0.0, 0.0]] * 2, torch.tensor([1, 2]), ActionDistribution(1.0, NOTHING)
+    )
+    assert logprobs.tolist() == [pytest.approx(math.log(0.5)), -math.inf]
+
+
 def test_temperature_divides_the_logits():
     # Logits 0 and log 4 at temperature 2: 0 and log 2, so 1/3 and 2/3.
     distribution = ActionDistribution(2.0, NOTHING)

@@ -92,6 +92,12 @@ def test_gspo_clips_a_rollout_as_a_whole():
     assert gradient(gspo, tokens, CONFIG) == [0.0, 0.0]
 
 
+def test_gspo_trains_each_token_by_its_own_advantage():
+    # s = 1; +3, 0, -3 of one rollout: the gradient of s itself would be that of their sum, 0.
+    tokens = loss_tokens([1.25, 1.0, 0.8], [3.0, 0.0, -3.0], sequence=[0] * 3, requires_grad=True)
+    assert gradient(gspo, tokens, CONFIG) == pytest.approx([-3.0, 0.0, 3.0])
+
+
 def test_gspo_spreads_the_gradient_of_the_mean_evenly():
     # s = 1 for both; d/dx_t of -(s A + s A) = -2 A s / 2 for each of two tokens.
     tokens = loss_tokens([1.25, 0.8], [3.0, 3.0], sequence=[0, 0], requires_grad=True)
@@ -120,7 +126,7 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient(loss, config):
     assert gradient(loss, tokens, config) == pytest.approx([-0.7, 1.3])
 
 
-@pytest.mark.parametrize("name", ["clipped", "dual", "gspo", "policy_gradient"])
+@pytest.mark.parametrize("name", ["clipped", "dual", "policy_gradient"])
 def test_gradient_matches_finite_differences(name):
     loss, config = LOSSES[name]
     base = torch.tensor([-1.0, -2.0, -0.3, -4.0, -1.5], dtype=torch.float64)
@@ -131,6 +137,24 @@ def test_gradient_matches_finite_differences(name):
         lambda x: loss(LossTokens(x, base, base, advantages, sequence), config)[0],
         ((base + moved).requires_grad_(),),
     )
+
+
+def test_gspos_gradient_matches_finite_differences_where_a_rollout_has_one_advantage():
+    """There the token form has the gradient of GSPO itself, ``-sum_t min(s A, clip(s) A)`` of one rollout."""
+    base = torch.tensor([-1.0, -2.0, -0.3, -4.0, -1.5], dtype=torch.float64)
+    moved = (base + torch.tensor([0.1, 0.2, -0.9, -0.1, 1.3])).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    sequence = torch.tensor([0, 0, 1, 1, 2])
+
+    def whole(x):
+        s = [(x - base)[sequence == n].mean().exp() for n in range(3)]
+        terms = [torch.minimum(r * a, r.clamp(0.8, 1.5) * a) for r, a in zip(s, (1.0, -1.0, -1.0))]
+        return -sum(n * term for n, term in zip((2, 2, 1), terms))
+
+    torch.autograd.gradcheck(whole, (moved,))
+    (expected,) = torch.autograd.grad(whole(moved), moved)
+    gspo(LossTokens(moved, base, base, advantages, sequence), CONFIG)[0].sum().backward()
+    torch.testing.assert_close(moved.grad, expected)
 
 
 def test_cispo_s_gradient_matches_finite_differences_at_a_fixed_weight():
@@ -206,6 +230,22 @@ def test_value_loss_takes_the_larger_error_of_the_value_and_the_clipped_one():
     loss, metrics = value_loss(values, torch.zeros(3), torch.tensor([2.0, 0.0, 1.0]), 0.2)
     assert loss.tolist() == pytest.approx([1.62, 0.5, 0.405])
     assert metrics["value_clip_fraction"].tolist() == [True, True, False]
+
+
+@given(
+    rows=st.lists(st.tuples(*[st.floats(-1e9, 1e9, width=32)] * 3), min_size=1, max_size=8),
+    clip=st.floats(0, 1e3) | st.just(math.inf),
+    seed=st.integers(0, 99),
+)
+def test_value_loss_is_finite_of_extreme_values_and_in_any_order(rows, clip, seed):
+    values, old, returns = torch.tensor(rows).T
+    values = values.clone().requires_grad_()
+    loss, _ = value_loss(values, old, returns, clip)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(values.grad).all() and (loss >= 0).all()
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    moved, _ = value_loss(values[order], old[order], returns[order], clip)
+    torch.testing.assert_close(moved, loss[order])
 
 
 def test_value_loss_gradient_matches_finite_differences():

@@ -162,6 +162,23 @@ def test_only_the_distance_to_the_reference_is_weighed_by_importance():
     assert (sums["importance_truncated"], sums["tokens_kept"]) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo", "policy_gradient"])
+def test_a_token_that_the_correction_rejects_has_no_gradient_in_any_loss(loss):
+    # IcePop rejects the middle one, whose probability is e^5 times the engine's; the others are on policy: -A / 3 each.
+    (row,) = rollout(0, (3,)).segments
+    behaviour = row.logprobs.copy()
+    behaviour[row.action_mask] = [-1.0, -7.0, -1.0]
+    arrays = (np.ones(3, np.float32), np.full(3, 1 / 3, np.float32), None)
+    one = WeightedRollout((replace(row, logprobs=behaviour),), *arrays)
+    logprobs = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
+    config = AlgorithmConfig(loss=loss, correction="icepop")
+    batch = collate(one.segments, [one.advantages])
+    value, found = weighted_loss([one], batch, logprobs, torch.zeros(3), config)
+    value.backward()
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 3, 0.0, -1 / 3])
+    assert found["tokens_kept"].tolist() == [True, False, True]
+
+
 def test_a_rollout_of_several_segments_has_one_ratio():
     # Segments of 2 and 1 tokens, ids 3, 4 and 3: one geometric mean over all three, clipped as one.
     (one,) = train_on = [ROLLOUTS[2]]

@@ -79,6 +79,13 @@ def test_a_failure_leaves_no_folder(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
+def test_weights_that_nothing_can_be_trained_on_leave_no_folder(tmp_path):
+    """A learning rate that ruins them in a step: the next loss is no number, and no arm may begin from what there is."""
+    with pytest.raises(FloatingPointError, match="is not finite; a lower warmup.lr"):
+        sft.warm_up(_config(steps=3, lr=1e30), tmp_path / "checkpoint")
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
 def test_share_of_right_labels(renderer, fraction):
     """Right by declaration or by chance: fraction + (1 - fraction) / 4 of four colors, within four standard errors."""

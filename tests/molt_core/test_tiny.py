@@ -1,5 +1,6 @@
 """The built-in policy: deterministic, complete, and the same function to transformers and to vLLM."""
 
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
@@ -11,6 +12,7 @@ from transformers import AutoProcessor, Qwen3VLMoeConfig, Qwen3VLMoeForCondition
 
 from molt_core.config import EngineConfig, ModelConfig
 from molt_core.models.load import (
+    check_same_tokens,
     content_hash,
     eos_token_id,
     excluded_token_ids,
@@ -20,6 +22,7 @@ from molt_core.models.load import (
     write_weights,
 )
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
+from molt_core.types import ContractError
 
 QUESTION = "what color is the square?"
 
@@ -90,6 +93,18 @@ def test_missing_weights_are_refused(folder, tmp_path):
     del weights["lm_head.weight"]
     with pytest.raises(ValueError, match="lm_head.weight"):
         load_policy(save_policy(weights.items(), folder, tmp_path / "incomplete"))
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(folder, tmp_path):
+    """Two tokens have changed places: every id would score, and mean something else."""
+    check_same_tokens(folder, folder)
+    about = json.loads((folder / "tokenizer.json").read_text())
+    first, second = list(about["model"]["vocab"])[-2:]
+    vocabulary = about["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(about))
+    with pytest.raises(ContractError, match="algorithm.teacher: .*2 of 379 tokens have another id"):
+        check_same_tokens(folder, tmp_path)
 
 
 def test_content_hash_ignores_how_files_are_cut(folder, tmp_path):
