@@ -11,7 +11,8 @@ from typing import Literal
 import yaml
 from pydantic import Field, model_validator
 
-from molt_core.algo.config import BUILT_IN_WITHOUT_CRITIC, GROUP_ESTIMATORS, LOSSES, AlgorithmConfig
+from molt_core.algo.config import AlgorithmConfig
+from molt_core.combinations import CHECKS
 from molt_core.strict import Strict
 
 
@@ -273,109 +274,9 @@ class RunConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _best_is_measured(self) -> RunConfig:
-        every, evaluated = self.checkpoint.every_steps, self.evaluation.every
-        if (self.checkpoint.keep_best or "").startswith("eval_") and every and every % evaluated:
-            raise ValueError(
-                f"checkpoint.keep_best: {self.checkpoint.keep_best} is measured every {evaluated} steps; set "
-                f"checkpoint.every_steps to a multiple of it, not {every}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _correction_where_off_policy(self) -> RunConfig:
-        algorithm, staleness = self.algorithm, self.loop.max_staleness
-        if algorithm.correction.level == "off" and algorithm.proximal != "rollout":
-            if staleness > 0:
-                raise ValueError(
-                    f"loop.max_staleness {staleness} trains on off-policy data without correction; set "
-                    "algorithm.correction.level: token, or loop.max_staleness: 0"
-                )
-            if self.model.dtype != "float32":
-                raise ValueError(
-                    f"model.dtype: {self.model.dtype} makes trainer and engine two different policies, and nothing corrects "
-                    "for it; set algorithm.correction.level: token, or model.dtype: float32"
-                )
-        kl = algorithm.kl
-        if kl.coef > 0 and kl.base == "behaviour" and staleness == 0:
-            raise ValueError(
-                "algorithm.kl.base: behaviour has no effect with loop.max_staleness: 0: the policy that is stepped is the "
-                "behaviour policy, where the penalty and its gradient are 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _routes_are_recorded(self) -> RunConfig:
-        if self.model.routing_replay and not self.engine.prefix_caching:
-            raise ValueError(
-                "model.routing_replay: vLLM keeps recorded routes by KV block, which it names for prefix caching alone; set "
-                "engine.prefix_caching: true, or model.routing_replay: false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _clips_that_act(self) -> RunConfig:
-        """With one step a batch (``optimizer.steps_per_batch``) the policy is still the one that was recomputed for it."""
-        algorithm = self.algorithm
-        for option in ("clip_low", "clip_high", "dual_clip"):
-            changed = getattr(algorithm, option) != type(algorithm).model_fields[option].default
-            if changed and algorithm.proximal == "current" and algorithm.loss in LOSSES:
-                raise ValueError(
-                    f"algorithm.{option} has no effect with algorithm.proximal: current: at the only step of a batch every "
-                    "ratio is 1; remove it, or set algorithm.proximal: rollout and algorithm.correction: off"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _filters_that_keep_something(self) -> RunConfig:
-        if self.rollout.drop_zero_variance and self.rollout.samples_per_prompt == 1:
-            raise ValueError(
-                "rollout.drop_zero_variance drops every group of one sample; set rollout.samples_per_prompt to 2 or more, or "
-                "drop_zero_variance: false"
-            )
-        if self.rollout.drop_zero_variance and self.algorithm.advantage == "on_policy_distillation":
-            raise ValueError(
-                "rollout.drop_zero_variance filters by rewards, which algorithm.advantage: on_policy_distillation does not "
-                "train on; set it to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_the_estimator_needs(self) -> RunConfig:
-        advantage, samples = self.algorithm.advantage, self.rollout.samples_per_prompt
-        if advantage in GROUP_ESTIMATORS and samples < 2:
-            raise ValueError(
-                f"algorithm.advantage: {advantage} compares samples of a prompt; set rollout.samples_per_prompt to 2 or more"
-            )
-        if advantage == "gae" and self.critic is None:
-            raise ValueError(
-                "algorithm.advantage: gae needs a critic; add a section critic, e.g. {}"
-            )
-        if advantage in BUILT_IN_WITHOUT_CRITIC and self.critic is not None:
-            raise ValueError(
-                f"critic is not read by algorithm.advantage: {advantage}; remove it, or set advantage: gae"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_critic_that_is_trained_as_it_says(self) -> RunConfig:
-        critic = self.critic
-        if critic is None:
-            return self
-        if critic.placement == "colocated" and self.trainer.backend != "fsdp2":
-            raise ValueError(
-                f"critic.placement: colocated needs trainer.backend: fsdp2, by which a critic is trained, not "
-                f"{self.trainer.backend}; set placement: separate"
-            )
-        if critic.clip is not None and critic.steps_per_batch == 1:
-            raise ValueError(
-                "critic.clip has no effect with critic.steps_per_batch: 1: no value has moved before the only step; "
-                "remove it, or take more steps"
-            )
-        if critic.warmup_steps >= self.loop.steps:
-            raise ValueError(
-                f"critic.warmup_steps {critic.warmup_steps} leaves the policy none of loop.steps {self.loop.steps}"
-            )
+    def _combinations(self) -> RunConfig:
+        for check in CHECKS:
+            check(self)
         return self
 
     def saves_after(self, step: int) -> bool:
