@@ -46,7 +46,7 @@ from molt_core.train.backend import TrainBackend, backend_class
 from molt_core.train.collate import collate
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.policy import ActionPolicy
-from molt_core.train.split import split_rows, without_actions
+from molt_core.train.split import filler_row, split_rows
 from molt_core.types import NOT_SAMPLED, Prompt, Trajectory, Turn
 
 WARMUP_STREAM = 1 << 32
@@ -160,7 +160,7 @@ def _step(
     share = split_rows(rows, backend.data_size, config.trainer)[backend.data_rank]
     total = torch.zeros((), dtype=torch.float64, device=config.trainer.device)
     for number, part in enumerate(share):
-        own = [rows[i] for i in part] or [without_actions(rows[0])]
+        own = [rows[i] for i in part] or [filler_row(rows[0])]
         logprobs, _ = backend.action_logprobs(collate(own, merge_size=merge_size), distribution)
         loss = -logprobs.sum() / count
         backend.backward(loss, is_last=number == len(share) - 1)

@@ -37,7 +37,7 @@ def forward_backward(
     Returns this rank's sums: ``tokens``, ``tokens_forward``, ``tokens_kept`` (of importance weight other than 0), ``loss``
     (weighted: its sum is what is stepped on) and, per action token and unweighted, ``entropy``, ``kl`` (k3 of behaviour to
     current policy), ``kl_reference`` where there is one, and the loss's and the correction's indicators; with routers, those
-    of ``routing.routing_sums``.
+    of ``routing.routing_sums``. What only fills up a short share (``split.filler_row``) is no work and is not counted.
     """
     sums: dict[str, Any] = dict.fromkeys(("tokens", "tokens_forward", "tokens_kept", "loss"), 0)
     for number, rollouts in enumerate(micro_batches):
@@ -48,10 +48,11 @@ def forward_backward(
         loss, metrics = weighted_loss(rollouts, batch, logprobs, entropy, algorithm)
         backend.backward(loss, is_last=number == len(micro_batches) - 1)
         sums["tokens"] += len(batch.action_ids)
-        sums["tokens_forward"] += batch.tokens_forward
+        sums["tokens_forward"] += sum(one.tokens_forward for one in rollouts if len(one.weights))
         sums["loss"] += float(loss.detach())
         totals = {name: float(values.double().sum()) for name, values in metrics.items()}
-        totals |= routing_sums(backend.routing(), batch.routed_experts)
+        if len(batch.action_ids):
+            totals |= routing_sums(backend.routing(), batch.routed_experts)
         for name, value in totals.items():
             sums[name] = sums.get(name, 0.0) + value
     return sums

@@ -29,10 +29,7 @@ class ActionPolicy(nn.Module):
     def forward(
         self, batch: MicroBatch, distribution: ActionDistribution
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies ``[N]`` of the batch's action tokens, see ``logprobs.action_logprobs``.
-
-        Raises ValueError where routing is to be replayed and the batch has no record of it.
-        """
+        """Log-probabilities and entropies ``[N]`` of the batch's action tokens, see ``logprobs.action_logprobs``."""
         return action_logprobs(
             self.hidden(batch), self.policy.lm_head.weight, batch.action_ids, distribution
         )

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from molt_core.config import RunConfig
-from molt_core.train.split import split_rows, without_actions
+from molt_core.train.split import filler_row, split_rows
 from molt_core.types import Trajectory
 
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -174,8 +174,7 @@ class RankGroup:
         """
         split = split_rows(rows, self.data_size, self.config.trainer)
         filled = [
-            [[rows[i] for i in part] or [without_actions(rows[0])] for part in share]
-            for share in split
+            [[rows[i] for i in part] or [filler_row(rows[0])] for part in share] for share in split
         ]
         by_share = self.of_shares(await self.on_shares(method, filled))
         flat: dict[str, np.ndarray] = {}

@@ -8,7 +8,7 @@ trainer's own logits, so that the router learns. A token without a record (-1) i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from molt_core.train.collate import MicroBatch
+from molt_core.types import Trajectory
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,25 @@ def install_routers(policy: nn.Module) -> tuple[Router, ...]:
 
 
 def replay(routers: Sequence[Router], batch: MicroBatch) -> None:
-    """Let the next forward pass of ``routers`` choose what ``batch`` records.
+    """Let the next forward pass of ``routers`` choose what ``batch`` records, and as usual where it has no record.
 
-    They may be any objects with a ``replay``. Raises ValueError where there is no record, or one of another number of routers.
+    They may be any objects with a ``replay``. Raises ValueError where the record is one of another number of routers.
     """
     if batch.routed_experts is None:
+        records: Sequence[torch.Tensor | None] = (None,) * len(routers)
+    else:
+        _check_layers(batch.routed_experts, len(routers))
+        records = batch.routed_experts.unbind(1)
+    for router, record in zip(routers, records):
+        router.replay = record
+
+
+def check_recorded(rows: Iterable[Trajectory]) -> None:
+    """Raise ValueError where none of a whole batch's ``rows`` has a record to replay; one that lacks it routes as usual."""
+    if all(row.routed_experts is None for row in rows):
         raise ValueError(
             "model.routing_replay: no trajectory carries routed_experts; let the engine record them, or set it to false"
         )
-    _check_layers(batch.routed_experts, len(routers))
-    for router, record in zip(routers, batch.routed_experts.unbind(1)):
-        router.replay = record
 
 
 def _check_layers(record: torch.Tensor, routers: int) -> None:

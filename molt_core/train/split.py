@@ -6,7 +6,6 @@ How it is cut changes time and memory and nothing else: tokens have been weighed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -21,7 +20,7 @@ Split = list[list[list[int]]]
 def shares(
     rollouts: Sequence[WeightedRollout], data_size: int, trainer: TrainerConfig
 ) -> list[list[list[WeightedRollout]]]:
-    """The micro-batches of each rank, equally many and none empty: context without a sampled token fills up a short share.
+    """The micro-batches of each rank, equally many and none empty: a token that nobody sampled fills up a short share.
 
     Raises ValueError where a rollout has another number of advantages or weights than of sampled tokens.
     """
@@ -33,7 +32,7 @@ def shares(
             )
     first = rollouts[0]
     arrays = (None if array is None else array[:0] for array in first[1:])
-    filler = WeightedRollout((without_actions(first.segments[0]),), *arrays)
+    filler = WeightedRollout((filler_row(first.segments[0]),), *arrays)
     split = split_units(
         [rollout.tokens_forward for rollout in rollouts],
         data_size,
@@ -102,12 +101,14 @@ def _first_fit(
     return parts
 
 
-def without_actions(row: Trajectory) -> Trajectory:
-    """The row as mere context: it fills a micro-batch of a rank that has no rows left and adds nothing to any sum."""
-    return replace(
-        row,
-        action_mask=np.zeros_like(row.action_mask),
-        logprobs=np.zeros_like(row.logprobs),
-        versions=np.full_like(row.versions, NOT_SAMPLED),
+def filler_row(row: Trajectory) -> Trajectory:
+    """The row's first token as mere context: the least that a rank without rows can take part with. No sum counts it."""
+    return Trajectory(
+        token_ids=row.token_ids[:1],
+        prompt_length=1,
+        action_mask=np.zeros(1, bool),
+        logprobs=np.zeros(1, np.float32),
+        versions=np.full(1, NOT_SAMPLED, np.int32),
+        mixed=np.zeros(1, bool),
         turns=(),
     )

@@ -34,7 +34,8 @@ from molt_core.train.critic import CriticGroup, CriticRank, CriticResult
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, row_logprobs, score
 from molt_core.train.ranks import RankGroup, added, everywhere, memory_peak_bytes
-from molt_core.train.split import shares, split_units, without_actions
+from molt_core.train.routing import check_recorded
+from molt_core.train.split import filler_row, shares, split_units
 from molt_core.types import Trajectory
 
 TIMEOUT_S = 120.0
@@ -275,7 +276,10 @@ class TrainerGroup(RankGroup):
         """One step of the policy, unless it is on hold, and those of the critic.
 
         The policy's comes last, and not at all where the critic's numbers are not finite: who diverges stops both.
+        Raises ValueError where routing is to be replayed and no row has a record of it.
         """
+        if self.config.model.routing_replay:
+            check_recorded(segment for one in rollouts for segment in one.segments)
         split = shares(rollouts, self.data_size, self.config.trainer)
         if self.critic is None:
             return self._joined(await self.on_shares("step", split, hold))
@@ -329,7 +333,7 @@ class TrainerGroup(RankGroup):
     async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
         lengths = [len(row.token_ids) for row in rows]
         split = split_units(lengths, self.data_size, max_rows=len(rows))
-        filled = [[rows[i] for i in share[0]] or [without_actions(rows[0])] for share in split]
+        filled = [[rows[i] for i in share[0]] or [filler_row(rows[0])] for share in split]
         return ProbeResult.joined(self.of_shares(await self.on_shares("score", filled)))
 
     async def begin_save(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness.baselines.megatron_core import MegatronCoreBackend, parallel_state
 from molt_core.config import TrainerConfig
 from molt_core.train.collate import collate
-from molt_core.train.split import without_actions
+from molt_core.train.split import filler_row
 from tests.harness.trainer_cases import (
     MODEL,
     OPTIMIZER,
@@ -36,7 +36,7 @@ def share(checkpoint: Path, images_per_row: tuple[int, ...], data_rank: int, dat
     own = order[data_rank * len(rows) // data_size : (data_rank + 1) * len(rows) // data_size]
     if data_rank == 0:
         everything = ([rows[i] for i in own], [values[i] for i in own])
-        return [everything, ([without_actions(rows[0])], [np.zeros(0, np.float32)])]
+        return [everything, ([filler_row(rows[0])], [np.zeros(0, np.float32)])]
     halves = (own[: len(own) // 2], own[len(own) // 2 :])
     return [([rows[i] for i in half], [values[i] for i in half]) for half in halves]
 

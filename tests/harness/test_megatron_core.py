@@ -15,7 +15,7 @@ from molt_core.config import OptimizerConfig, TrainerConfig
 from molt_core.models.load import load_policy
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import collate
-from molt_core.train.split import without_actions
+from molt_core.train.split import filler_row
 from tests.harness.trainer_cases import (
     MODEL,
     OPTIMIZER,
@@ -148,7 +148,7 @@ def test_gradient_accumulation_does_not_change_the_step(checkpoint, rows, oracle
     values = advantages(rows)
     denominator = sum(row.action_tokens for row in rows)
     micro_batches = [(rows[i : i + 2], values[i : i + 2]) for i in range(0, len(rows), 2)]
-    micro_batches.append(([without_actions(rows[0])], [np.zeros(0, np.float32)]))
+    micro_batches.append(([filler_row(rows[0])], [np.zeros(0, np.float32)]))
     norms, weights = backend_training(backend, micro_batches, denominator)
     np.testing.assert_allclose(norms, oracle[0], rtol=1e-5)
     assert largest_difference(weights, oracle[1]) < 5e-6

@@ -169,12 +169,21 @@ def test_a_frozen_router_stays_the_rest_moves_and_both_are_saved(
 
 
 @both
-def test_replay_without_a_record_and_with_another_models_are_refused(
+def test_a_row_without_a_record_routes_as_usual_however_the_batch_is_cut(
     backend_class, checkpoint, rows
 ):
+    pair = [with_random_records(rows)[0], rows[1]]
     backend = build(backend_class, checkpoint)
-    with pytest.raises(ValueError, match="no trajectory carries routed_experts"):
-        backend_logprobs(backend, collate(rows))
+    together = backend_logprobs(backend, collate(pair))
+    alone = [backend_logprobs(backend, collate([row])) for row in pair]
+    torch.testing.assert_close(torch.cat(alone), together, rtol=0, atol=1e-5)
+    natural = backend_logprobs(build(backend_class, checkpoint, replay=False), collate(rows[1:2]))
+    torch.testing.assert_close(alone[1], natural, rtol=0, atol=1e-5)
+
+
+@both
+def test_replay_of_another_models_record_is_refused(backend_class, checkpoint, rows):
+    backend = build(backend_class, checkpoint)
     other = replace(rows[0], routed_experts=np.zeros((len(rows[0].token_ids), 3, 2), np.int16))
     with pytest.raises(ValueError, match="records 3 layers, the model has 2 routers"):
         backend_logprobs(backend, collate([other]))

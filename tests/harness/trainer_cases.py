@@ -21,7 +21,7 @@ from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate, mrope_positions
 from molt_core.train.logprobs import ActionDistribution
-from molt_core.train.split import split_rows, without_actions
+from molt_core.train.split import filler_row, split_rows
 from molt_core.train.state import SavedState
 from molt_core.types import ImageInput, Trajectory, Turn
 
@@ -272,7 +272,7 @@ def saved_form(policy: torch.nn.Module, optimizer: torch.optim.AdamW) -> dict[st
 def share(rows: list[Trajectory], data_rank: int, data_size: int, trainer: TrainerConfig):
     """This rank's micro-batches as ``trainer`` cuts them: (rows, advantages)."""
     values = advantages(rows)
-    nothing = ([without_actions(rows[0])], [values[0][:0]])
+    nothing = ([filler_row(rows[0])], [values[0][:0]])
     return [
         ([rows[i] for i in part], [values[i] for i in part]) if part else nothing
         for part in split_rows(rows, data_size, trainer)[data_rank]

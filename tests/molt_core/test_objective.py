@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig, KLConfig
+from molt_core.config import TrainerConfig
 from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
 from molt_core.train.objective import (
@@ -20,8 +21,9 @@ from molt_core.train.objective import (
     score,
     weighted_loss,
 )
+from molt_core.train.ranks import added
 from molt_core.train.routing import Choice
-from molt_core.train.split import without_actions
+from molt_core.train.split import filler_row, shares
 from tests.molt_core.make import trajectory
 
 NOTHING = torch.tensor([], dtype=torch.long)
@@ -204,7 +206,6 @@ def test_a_row_of_context_between_the_others_changes_nothing():
     sums, gradient = train([[range(5)]], CONFIGS["clipped"])
     more_sums, found = train([[range(6)]], CONFIGS["clipped"], [context, *ROLLOUTS])
     torch.testing.assert_close(found, gradient, rtol=0, atol=0)
-    assert more_sums.pop("tokens_forward") == sums.pop("tokens_forward") + 11
     assert more_sums == sums
 
 
@@ -233,18 +234,54 @@ def test_a_filler_row_adds_nothing():
     backend = Bigram()
     sums = forward_backward(
         backend,
-        [
-            [
-                WeightedRollout(
-                    (without_actions(ROLLOUTS[0].segments[0]),), *np.zeros((2, 0), np.float32)
-                )
-            ]
-        ],
+        [[WeightedRollout((filler_row(ROLLOUTS[0].segments[0]),), *np.zeros((2, 0), np.float32))]],
         algorithm=CONFIGS["clipped"],
         distribution=DISTRIBUTION,
     )
     assert sums["tokens"] == 0 and sums["loss"] == 0
     assert not backend.table.grad.any()
+
+
+class RoutedBigram(Bigram):
+    """With a router of four experts: each token goes to the next one by its id, and to the one after."""
+
+    def action_logprobs(self, batch: MicroBatch, distribution: ActionDistribution):
+        self.ids = batch.token_ids
+        return super().action_logprobs(batch, distribution)
+
+    def routing(self) -> tuple[Choice, ...]:
+        experts = torch.stack([self.ids % 4, (self.ids + 1) % 4], -1)
+        return (Choice(experts, experts, torch.ones(len(experts)), experts=4),)
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 5, 8])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_what_a_step_worked_on_is_counted_alike_on_any_number_of_ranks(data_size, rows):
+    def with_record(one: WeightedRollout) -> WeightedRollout:
+        def recorded(row):
+            record = np.full((len(row.token_ids), 1, 2), [0, 1], np.int16)
+            record[-1] = -1
+            return replace(row, routed_experts=record)
+
+        return one._replace(segments=tuple(map(recorded, one.segments)))
+
+    split = shares(
+        [with_record(one) for one in ROLLOUTS], data_size, TrainerConfig(micro_batch_rows=rows)
+    )
+    sums = added(
+        forward_backward(
+            RoutedBigram(), share, algorithm=CONFIGS["clipped"], distribution=DISTRIBUTION
+        )
+        for share in split
+    )
+    # Prompts of 3 and 1, 4, 2 and 1, 5, 3 sampled tokens: lengths 4, 7, 5, 4, 8, 6 of the ids 0, 1, 2 ...
+    assert (sums["tokens"], sums["tokens_forward"]) == (16, 34)
+    ids = [token for length in (4, 7, 5, 4, 8, 6) for token in range(length)]
+    loads = [sum(e in (t % 4, (t + 1) % 4) for t in ids) for e in range(4)]
+    assert sums["expert_tokens"].tolist() == [loads]
+    # All but each row's last token are recorded, with experts 0 and 1: six ids 0 go there, and three ids 4.
+    assert sums["router_recorded"] == 34 - 6
+    assert sums["router_changed"].tolist() == [34 - 6 - 6 - 3]
 
 
 def test_tokens_from_the_first_router_tie_on_are_tied():

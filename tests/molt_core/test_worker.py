@@ -24,6 +24,7 @@ from molt_core.train.split import shares
 from molt_core.train.worker import StepResult, TrainerGroup, TrainerRank
 from molt_core.types import Batch, Group, Rollout
 from tests.harness.trainer_cases import free_port, rescaled_checkpoint, trajectories
+from tests.molt_core.make import weighted
 
 
 @pytest.fixture
@@ -283,6 +284,13 @@ def test_of_several_ranks_sums_add_up_and_the_slowest_and_largest_count():
     assert (found.forward_backward_s, found.optimizer_s) == (1.5, 0.3)
     assert (found.started, found.ended) == (9.0, 12.0)
     assert (found.update_ratio, found.memory_peak_bytes) == (0.01, 900)
+
+
+def test_a_batch_without_any_record_of_routing_is_refused_where_it_is_to_be_replayed():
+    model = {"builtin": "tiny-qwen3-vl-moe", "routing_replay": True}
+    config = RunConfig.model_validate({"model": model, "task": {"source": "shapes"}})
+    with pytest.raises(ValueError, match="no trajectory carries routed_experts"):
+        asyncio.run(TrainerGroup([], [(0, 1)], config).step([weighted(), weighted()]))
 
 
 def test_a_policy_on_hold_is_measured_and_not_stepped(start, tiny_checkpoint):
