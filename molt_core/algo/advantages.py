@@ -22,7 +22,8 @@ from molt_core.types import Batch
 class RolloutTokens:
     """R rollouts with N sampled tokens. reward ``[R]`` float64, group ``[R]`` int64, rollout ``[N]`` int64 ascending,
     behaviour_logprobs ``[N]`` float32; of a reference policy, a teacher and a critic, each ``[N]`` float32 or None without one:
-    reference_logprobs, teacher_logprobs, values (the return that the critic expects before the token)."""
+    reference_logprobs, teacher_logprobs, values (the return that the critic expects before the token); policy_logprobs ``[N]``
+    of the policy that is about to be stepped, None unless ``AlgorithmConfig.needs_policy_logprobs``."""
 
     reward: torch.Tensor
     group: torch.Tensor
@@ -30,6 +31,7 @@ class RolloutTokens:
     behaviour_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
+    policy_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
 
@@ -99,9 +101,9 @@ def reinforce_pp(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor
     """REINFORCE++: discounted return of a token-level reward, whitened over all sampled tokens of the batch.
 
     ``r_t = -kl.coef (log pi - log pi_ref)_t + R [t last]``, ``G_t = r_t + gamma G_{t+1}``, ``A = (G - mean) / std``
-    (biased std, variance not below 1e-8). Hu 2025 (arXiv 2501.03262), section 3. pi is the policy that sampled the token. t
-    counts sampled tokens only, over all segments: a tool's answer is not a step. Raises ValueError for a KL coefficient without
-    a reference policy.
+    (biased std, variance not below 1e-8). Hu 2025 (arXiv 2501.03262), section 3. pi is the policy that is stepped (see ``kl``).
+    t counts sampled tokens only, over all segments: a tool's answer is not a step. Raises ValueError for a KL coefficient
+    without a reference policy.
     """
     rewards = _token_rewards(tokens, config)
     return _whitened(discounted_returns(rewards, tokens.rollout, config.gamma)).float()
@@ -138,14 +140,13 @@ def on_policy_distillation(tokens: RolloutTokens, config: AlgorithmConfig) -> to
     """``log pi_teacher - log pi`` token by token: the reverse KL to a teacher as an immediate reward; the task's is not used.
 
     Agarwal et al. 2024 (arXiv 2306.13649), reverse KL on the student's own samples, by the score-function estimator; k1 is
-    the exact one as a reward (see ``kl``). pi is the policy that sampled the token: exact without lag, and with it biased as
-    far as the policy has moved since, which no importance correction sees. Raises ValueError without a teacher.
+    the exact one as a reward, and pi is the policy that is stepped (see ``kl``). Raises ValueError without a teacher.
     """
     if tokens.teacher_logprobs is None:
         raise ValueError(
             "algorithm.advantage: on_policy_distillation needs a teacher and there is none"
         )
-    return -k1(tokens.behaviour_logprobs, tokens.teacher_logprobs)
+    return -_divergence(tokens, tokens.teacher_logprobs)
 
 
 def _centred(reward: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,10 +178,17 @@ def _token_rewards(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tens
             raise ValueError(
                 "algorithm.kl needs a reference policy's log-probabilities and there are none"
             )
-        rewards -= config.kl.coef * k1(tokens.behaviour_logprobs, tokens.reference_logprobs)
+        rewards -= config.kl.coef * _divergence(tokens, tokens.reference_logprobs)
     last = _is_last(tokens.rollout)
     rewards[last] += tokens.reward[tokens.rollout[last]]
     return rewards
+
+
+def _divergence(tokens: RolloutTokens, base: torch.Tensor) -> torch.Tensor:
+    """``log pi - log base`` of the policy that is stepped, whichever sampled the tokens, ``[N]``."""
+    if tokens.policy_logprobs is None:
+        raise ValueError("a divergence as a reward needs the stepped policy's log-probabilities")
+    return k1(tokens.policy_logprobs, base)
 
 
 def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -201,7 +209,7 @@ def rollout_tokens(
 ) -> RolloutTokens:
     """The batch, flat: groups, rollouts and segments in their order.
 
-    frozen: ``[N]`` of "reference" and "teacher" each; values: ``[N]`` of a critic.
+    frozen: ``[N]`` of "reference", "teacher" and "policy" each; values: ``[N]`` of a critic.
     """
     logprobs = {f"{name}_logprobs": torch.from_numpy(v) for name, v in (frozen or {}).items()}
     rollouts = batch.rollouts

@@ -97,8 +97,9 @@ def weighted_rollouts(
 ) -> list[WeightedRollout]:
     """The rollouts of ``batch`` that have segments, in order.
 
-    Of the batch's sampled tokens, ``[N]``: frozen, log-probabilities by each of ``config.frozen_policies``; values, a critic's.
-    Raises ValueError where the estimator's result is not one finite number a token.
+    Of the batch's sampled tokens, ``[N]``: frozen, log-probabilities by each of ``config.frozen_policies`` and, where
+    ``config.needs_policy_logprobs``, by "policy"; values, a critic's. Raises ValueError where the estimator's result is not
+    one finite number a token.
     """
     tokens = rollout_tokens(batch, frozen, values)
     columns = (

@@ -230,6 +230,11 @@ class AlgorithmConfig(Strict):
         reference = ("reference",) if self.kl.coef > 0 and self.kl.base == "reference" else ()
         return reference + (("teacher",) if self.teacher is not None else ())
 
+    @property
+    def needs_policy_logprobs(self) -> bool:
+        """Whether a token's reward is made of the stepped policy's own log-probability, which is due before the step."""
+        return self.teacher is not None or (self.kl.coef > 0 and self.kl.place == "reward")
+
     @model_validator(mode="after")
     def _the_policies_it_needs(self) -> AlgorithmConfig:
         if self.advantage == "on_policy_distillation" and self.teacher is None:

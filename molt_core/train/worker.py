@@ -119,6 +119,8 @@ class TrainerRank(CriticRank):
             ),
         )
         self.frozen = {name: self._frozen(name) for name in self.config.algorithm.frozen_policies}
+        own = {"policy": self.backend} if self.config.algorithm.needs_policy_logprobs else {}
+        self.scored = {**self.frozen, **own}
         if self.config.critic is not None and self.config.critic.placement == "colocated":
             super().load_models()
 
@@ -177,14 +179,14 @@ class TrainerRank(CriticRank):
     def frozen_logprobs(
         self, micro_batches: Sequence[Sequence[Trajectory]]
     ) -> dict[str, list[np.ndarray]]:
-        """By frozen policy, of every row of the micro-batches in order: its sampled tokens' log-probabilities."""
+        """By policy, of every row of the micro-batches in order: its sampled tokens' log-probabilities before the step."""
         return {
             name: [
                 values
                 for rows in micro_batches
                 for values in row_logprobs(policy, rows, self.distribution)
             ]
-            for name, policy in self.frozen.items()
+            for name, policy in self.scored.items()
         }
 
     def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
@@ -316,7 +318,9 @@ class TrainerGroup(RankGroup):
         )
 
     async def frozen_logprobs(self, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-        """Log-probabilities ``[N]`` of the rows' sampled tokens, in order, by each of ``algorithm.frozen_policies``."""
+        """Log-probabilities ``[N]`` of the rows' sampled tokens, in order, by each of ``algorithm.frozen_policies``; and by
+        "policy" those of the one that is stepped, before its step, where ``algorithm.needs_policy_logprobs``.
+        """
         if not self.config.algorithm.frozen_policies:
             return {}
         return await self.on_rows("frozen_logprobs", rows)

@@ -91,7 +91,7 @@ def main(samples: int, actions: int) -> None:
 
     logprobs, entropy = (values.detach() for values in forward())
     logprobs.requires_grad_()
-    teacher = {"teacher": frozen["reference"]}
+    teacher = dict.fromkeys(("teacher", "policy"), frozen["reference"])
     work: dict[str, Callable[[], object]] = {"forward pass": forward}
     for name, config in ESTIMATORS.items():
         given = teacher if config.teacher else None

@@ -35,16 +35,19 @@ GROUP_ESTIMATORS = [grpo, dr_grpo, rloo, reinforce_pp_baseline]
 
 
 def tokens(
-    rewards, groups, lengths, behaviour=None, reference=None, teacher=None, values=None
+    rewards, groups, lengths, behaviour=None, reference=None, teacher=None, values=None, policy=None
 ) -> RolloutTokens:
+    """On policy, unless ``policy`` is given."""
     count = sum(lengths)
+    policy = behaviour if policy is None else policy
     return RolloutTokens(
         reward=torch.tensor(rewards, dtype=torch.float64),
         group=torch.tensor(groups),
         rollout=torch.repeat_interleave(torch.tensor(lengths)),
-        behaviour_logprobs=torch.zeros(count) if behaviour is None else torch.tensor(behaviour),
-        reference_logprobs=None if reference is None else torch.tensor(reference),
-        teacher_logprobs=None if teacher is None else torch.tensor(teacher),
+        behaviour_logprobs=torch.zeros(count) if behaviour is None else torch.as_tensor(behaviour),
+        reference_logprobs=None if reference is None else torch.as_tensor(reference),
+        teacher_logprobs=None if teacher is None else torch.as_tensor(teacher),
+        policy_logprobs=torch.zeros(count) if policy is None else torch.as_tensor(policy),
         values=None if values is None else torch.tensor(values),
     )
 
@@ -165,6 +168,37 @@ def test_distillation_pays_each_token_its_log_ratio_to_the_teacher_and_no_reward
     # log teacher - log student: -1 + 2 = 1, -3 + 1 = -2.
     given_tokens = tokens([9.0], [0], [2], behaviour=[-2.0, -1.0], teacher=[-1.0, -3.0])
     assert on_policy_distillation(given_tokens, CONFIG).tolist() == [1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AlgorithmConfig(advantage="on_policy_distillation", teacher="folder"),
+        AlgorithmConfig(advantage="gae", kl=KLConfig(coef=1.0, place="reward", estimator="k1")),
+    ],
+    ids=["distillation", "KL in the reward"],
+)
+def test_under_lag_a_divergence_as_a_reward_has_the_gradient_of_the_stepped_policy(config):
+    # Three ids, sampled from another policy: the sum over them is the exact expectation, every weight is pi / mu.
+    logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
+    sampler = torch.tensor([-0.5, 0.8, 0.1]).log_softmax(0)
+    target = torch.tensor([0.3, 0.3, 0.4]).log()
+    policy = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - target)).sum(), logits)
+    sampled = {"behaviour": sampler, "reference": target, "teacher": target, "values": [0.0] * 3}
+    given_tokens = tokens([0.0] * 3, [0, 1, 2], [1] * 3, **sampled, policy=policy.detach())
+    advantage = advantages(given_tokens, config)
+    weight = (policy.detach() - sampler).exp()
+    logprobs = logits.log_softmax(0)
+    loss = (sampler.exp() * weight * -advantage * logprobs).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], exact)
+
+
+def test_a_divergence_as_a_reward_refuses_to_go_without_the_policy():
+    config = AlgorithmConfig(advantage="on_policy_distillation", teacher="folder")
+    sampled_alone = replace(tokens([0], [0], [1], [-1.0], teacher=[-2.0]), policy_logprobs=None)
+    with pytest.raises(ValueError, match="needs the stepped policy's log-probabilities"):
+        advantages(sampled_alone, config)
 
 
 def test_distillation_refuses_to_go_without_a_teacher():

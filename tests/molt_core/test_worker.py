@@ -173,6 +173,20 @@ def test_the_reference_policy_is_the_initial_one_and_stays_it(start, tiny_checkp
     assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] > 1e-4
 
 
+@pytest.mark.parametrize("kl", [{"coef": 0.1, "place": "reward", "estimator": "k1"}, {"coef": 0.1}])
+def test_the_policy_is_scored_before_its_step_where_its_tokens_are_paid_by_it(
+    start, tiny_checkpoint, kl
+):
+    rank = start(advantage="reinforce_pp", kl=kl)
+    found = batch(tiny_checkpoint)
+    step(rank, rollouts_of(rank, found))
+    scored = frozen(rank, found)
+    assert scored.keys() - {"reference"} == ({"policy"} if "place" in kl else set())
+    if "place" in kl:
+        np.testing.assert_allclose(scored["policy"], score_of(rank, found), rtol=0, atol=1e-5)
+        assert np.abs(scored["policy"] - scored["reference"]).max() > 1e-3
+
+
 def test_a_strong_penalty_holds_the_policy_at_the_reference(start, tiny_checkpoint):
     found = batch(tiny_checkpoint)
 
