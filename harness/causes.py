@@ -74,7 +74,7 @@ CAUSES = {
     ),
     "DIVERGED": Cause(
         "outcome",
-        "the loss or the gradient stopped being a number",
+        "the loss, the gradient or what a step left stopped being a number",
         "A result of this system and seed; the analysis counts it. A lower optimizer.lr is another experiment.",
     ),
     "EVERYTHING_DROPPED": Cause(

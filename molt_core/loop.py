@@ -21,7 +21,6 @@ import asyncio
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from molt_core import metrics
 from molt_core.algo.aggregation import weighted_rollouts
 from molt_core.config import RunConfig
 from molt_core.data import prompt_source
+from molt_core.divergence import check_finite
 from molt_core.placement import Reserved, reserve
 from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.refit import RefitReport
@@ -45,10 +45,6 @@ FUTILE_BATCHES = 8
 
 DOUBTFUL_PROBE_PARTS = 4
 """Further samples of a probe whose first one is in doubt."""
-
-
-class Diverged(RuntimeError):
-    """A loss, gradient norm or value is not finite. Noticed before the optimiser steps on it: no weight is spoilt by it."""
 
 
 class EverythingDropped(RuntimeError):
@@ -236,6 +232,9 @@ class Loop:
         probe_started = time.time()
         probe = await self._probe()
         probe_s = time.time() - probe_started
+        if probe:
+            largest = {"largest difference of the probe": probe.largest}
+            self._finite(step, largest, stepped=True, batch=batch)
         if self._evaluates(step):
             self.writer.heartbeat("evaluating", step)
         evaluation = await self._evaluate() if self._evaluates(step) else {}
@@ -291,7 +290,7 @@ class Loop:
         return not stops
 
     async def _train(self, step: int, batch: Batch) -> StepResult:
-        """One optimiser step. Raises Diverged, with the batch on disk, before weights are touched by what is no number.
+        """One optimiser step. Raises Diverged, with the batch on disk (``divergence.check_finite``).
 
         A critic steps first: where the policy's numbers are the bad ones, it has stepped on that batch.
         """
@@ -304,16 +303,14 @@ class Loop:
         rollouts = weighted_rollouts(batch, self.config.algorithm, frozen, values)
         hold = step <= self.config.steps_without_policy
         result = await self.trainer.step(rollouts, hold)
-        self._finite(step, result.decisive, batch=batch, rollouts=rollouts)
+        found = {"batch": batch, "rollouts": rollouts}
+        self._finite(step, result.decisive, stepped=result.stepped, **found)
         self.optimizer_steps += result.stepped
         self.pool.trained(batch, int(result.sums["tokens"]))
         return result
 
-    def _finite(self, step: int, numbers: Mapping[str, float], **dump: Any) -> None:
-        if not np.isfinite(list(numbers.values())).all():
-            what = f"step {step}: " + ", ".join(f"{k} {v}" for k, v in numbers.items())
-            file = self.writer.dump("diverged_batch.pkl", {"reason": what, **dump})
-            raise Diverged(f"{what}; the step on that was not taken, its batch is in {file}")
+    def _finite(self, step: int, numbers: dict[str, float], **more: Any) -> None:
+        check_finite(step, numbers, self.writer, self.store, **more)
 
     def _state(self, engine_tokens: Counter[str]) -> dict[str, Any]:
         return {

@@ -28,7 +28,8 @@ from molt_core.algo.advantages import advantage_function
 from molt_core.algo.losses import loss_function
 from molt_core.algo.registry import load_plugins
 from molt_core.config import load_run_config
-from molt_core.loop import Diverged, EverythingDropped, Loop
+from molt_core.divergence import Diverged
+from molt_core.loop import EverythingDropped, Loop
 from molt_core.metrics import RunWriter
 from molt_core.placement import PlacementError
 from molt_core.rollout.engine import EngineError

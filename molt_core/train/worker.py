@@ -68,7 +68,8 @@ class StepResult:
     def decisive(self) -> dict[str, float]:
         """What must be finite, by a name for messages."""
         of_critic = {} if self.critic is None else self.critic.decisive
-        return {"loss": self.sums["loss"], "gradient norm": self.grad_norm, **of_critic}
+        of_step = {} if self.update_ratio is None else {"update ratio": self.update_ratio}
+        return {"loss": self.sums["loss"], "gradient norm": self.grad_norm, **of_critic, **of_step}
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class ProbeResult:
     @classmethod
     def joined(cls, parts: Collection[ProbeResult]) -> ProbeResult:
         return cls(np.concatenate([p.differences for p in parts]), sum(p.tied for p in parts))
+
+    @property
+    def largest(self) -> float:
+        """0 where every token was left out."""
+        return float(self.differences.max(initial=0.0))
 
     @property
     def p99(self) -> float:
