@@ -20,12 +20,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from molt_core.config import ModelConfig
-from molt_core.models.layout import to_published
+from molt_core.models.layout import check_layout_is_decidable, to_published
 from molt_core.types import ContractError
 
 WEIGHTS_FILE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
 END_OF_TURN = "<|im_end|>"
+MODEL_TYPE = "qwen3_vl_moe"
+"""Of a config.json that trainers, collation and engine agree about."""
 
 
 def _builtin_models() -> dict[str, Callable[[Path, int], Path]]:
@@ -88,10 +90,22 @@ class atomic_folder:
 
 
 def load_policy(folder: Path, dtype: str | torch.dtype = "float32") -> torch.nn.Module:
-    """The transformers model of ``folder``: in-memory expert layout, sdpa attention, grouped matrix products for experts."""
-    from transformers import AutoModelForImageTextToText
+    """The transformers model of ``folder``: in-memory expert layout, sdpa attention, grouped matrix products for experts.
+
+    Raises ValueError for another architecture, for sizes at which the layout of experts is ambiguous, and for weights that do
+    not fit.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
+    described = json.loads((Path(folder) / "config.json").read_text())
+    if described.get("model_type") != MODEL_TYPE:
+        raise ValueError(
+            f"model.path: {folder} holds a {described.get('model_type')!r} model {described.get('architectures', [])}; "
+            f"supported are Qwen3-VL-MoE checkpoints, of model_type {MODEL_TYPE!r}"
+        )
+    text = AutoConfig.from_pretrained(folder, local_files_only=True).text_config
+    check_layout_is_decidable(text.hidden_size, text.moe_intermediate_size)
     logging.disable_progress_bar()  # a bar a rank hides what a run says of itself
     model, info = AutoModelForImageTextToText.from_pretrained(
         folder,

@@ -2,7 +2,8 @@
 
 A bucket is a flat byte buffer with the names, shapes and dtypes in it and a checksum. Its description goes through the
 engine's control plane, its bytes through ``broadcast`` (gloo between CPUs, NCCL between GPUs), so no weight passes through a
-file and at most one bucket is whole anywhere. Dtypes stay what they were; names and layout are the published checkpoint's.
+file and at most one bucket is whole anywhere, or one tensor where that is larger than a bucket. Dtypes stay what they were;
+names and layout are the published checkpoint's.
 """
 
 from __future__ import annotations

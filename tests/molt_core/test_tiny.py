@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,6 +88,31 @@ def test_a_checkpoint_with_swapped_layout_would_be_another_function(folder):
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     loaded = load_policy(folder).state_dict()[name]
     assert torch.equal(loaded[3, 17, 5], weights[name][3, 5, 17])
+
+
+def with_config(folder: Path, target: Path, change: Callable[[dict], object]) -> Path:
+    """The folder's config alone, changed."""
+    described = json.loads((folder / "config.json").read_text())
+    change(described)
+    (target / "config.json").write_text(json.dumps(described))
+    return target
+
+
+def test_another_architecture_is_refused_in_one_line_that_names_the_supported_one(folder, tmp_path):
+    text_alone = with_config(folder, tmp_path, lambda c: c.update(model_type="qwen3_moe"))
+    said = "^model.path: .* holds a 'qwen3_moe' model .* supported are Qwen3-VL-MoE [^\n]*'qwen3_vl_moe'$"
+    with pytest.raises(ValueError, match=said):
+        load_policy(text_alone)
+
+
+def test_a_model_whose_two_expert_layouts_look_alike_is_refused(folder, tmp_path):
+    alike = with_config(
+        folder,
+        tmp_path,
+        lambda c: c["text_config"].update(moe_intermediate_size=32, hidden_size=64),
+    )
+    with pytest.raises(ValueError, match="hidden size 64 equals the expert size 32 or twice it"):
+        load_policy(alike)
 
 
 def test_missing_weights_are_refused(folder, tmp_path):
