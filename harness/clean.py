@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from harness.slurm import job_ids
 from molt_core.train.checkpoint import MARKER
 
 EXIT_DECLINED = 3
+SUBMITTED = ("queue.json", "submit.lock")
+YOUNG_S = 3600.0
+"""A copy of the code younger than this may be that of a submit in progress."""
 TRAJECTORIES = "diverged_batch.pkl"
 """What ``molt_core.loop`` writes into an attempt's folder."""
 
@@ -71,12 +75,14 @@ def superfluous(folder: RunFolder, keep: int) -> Iterator[Item]:
 
 def unnamed_code(runs: Path) -> Iterator[Item]:
     """Copies of the code below ``runs`` that no run imports and no job that may still start; none while anything is at work."""
-    scales = sorted({path.parent for path in runs.glob("[!.]*/[!.]*/queue.json")})
+    scales = sorted({p.parent for p in runs.glob("[!.]*/[!.]*/*") if p.name in SUBMITTED})
     if any(
         is_held(lock) for scale in scales for lock in (queue_lock(scale), scale / "submit.lock")
     ):
         return
-    copies = sorted((runs / ".code").glob("[!.]*"))
+    # A submit makes its copy first, and looks at a node before it says whose it is.
+    before = time.time() - YOUNG_S
+    copies = [p for p in sorted((runs / ".code").glob("[!.]*")) if p.stat().st_mtime < before]
     named: set[str] = set()
     for scale in scales:
         ids = job_ids(scale)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.requeue import job_of
-from harness.run_folder import RunFolder, read_json, run_folders, scale_folders
+from harness.run_folder import RunFolder, read_json, run_folders, scale_folders, tail_records
 from harness.scheduler import SlurmError, ask_slurm
 
 
@@ -103,6 +103,17 @@ def _attempts(folder: RunFolder) -> dict[str | None, list[Path]]:
     return found
 
 
+def _took_s(folder: RunFolder, attempt: Path) -> float:
+    """By its own account; of one that has none yet, or left none, up to the last sign of life."""
+    end = read_json(attempt / "end.json")
+    if end is not None:
+        return end.get("duration_s", 0.0)
+    start = (read_json(attempt / "start.json") or {}).get("time")
+    records = tail_records(folder.metrics, 1)
+    signs = [(folder.heartbeat or {}).get("time_unix"), *(r.get("time_unix") for r in records)]
+    return max([0.0, *(sign - start for sign in signs if sign and start)])
+
+
 def _cost(system: str, runs: list[RunFolder], accounted: dict[str, tuple[float, int, int]]) -> Cost:
     total = stands = again = 0.0
     unit, source, attempts = "CPU h", "attempts", 0
@@ -117,8 +128,7 @@ def _cost(system: str, runs: list[RunFolder], accounted: dict[str, tuple[float, 
                 seconds, gpus, cpus = seconds + elapsed, max(gpus, job_gpus), max(cpus, job_cpus)
                 source = "sacct"
             else:
-                ends = [read_json(attempt / "end.json") or {} for attempt in attempts_of_job]
-                seconds += sum(end.get("duration_s", 0.0) for end in ends)
+                seconds += sum(_took_s(folder, attempt) for attempt in attempts_of_job)
         unit = "GPU h" if gpus or devices else "CPU h"
         width = gpus or devices or cpus or nodes * asked.get("cpus_per_node", 1)
         kept, repeated = split_steps(folder.metrics)

@@ -9,9 +9,12 @@ in for a save that none has measured yet.
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.experiment_file import Resources
 from harness.requeue import MARGIN_S
@@ -40,11 +43,22 @@ def lead(scale_folder: Path, resources: Resources, least_s: int, limit_s: int) -
         asked = folder.run["resources"]
         if any(asked.get(key) != getattr(resources, key) for key in SHAPE):
             continue
-        saves = tail_records(folder.path / "checkpoints" / "saves.jsonl", LATEST)
+        saves = whole_records(folder.path / "checkpoints" / "saves.jsonl")
         steps = tail_records(folder.metrics, LATEST)
         step_s = max([step_s, *(record.get("wall_s", 0.0) for record in steps)])
         save_s = max([save_s, *(record["save_s"] for record in saves)])
     return longest(step_s, save_s, least_s, limit_s)
+
+
+def whole_records(saves: Path) -> list[dict[str, Any]]:
+    """Of the last saves those that were written whole: a line that a full disk has cut is no reason to refuse a submit."""
+    found = []
+    lines = saves.read_text(errors="replace").split("\n") if saves.exists() else []
+    for line in [line for line in lines if line][-LATEST:]:
+        with suppress(ValueError):
+            record = json.loads(line)
+            found += [record] if isinstance(record, dict) and "save_s" in record else []
+    return found
 
 
 def longest(step_s: float, save_s: float, least_s: int, limit_s: int) -> Lead:

@@ -71,7 +71,8 @@ def messages(folder: RunFolder, goes_back: bool) -> list[str]:
         )
     queue, jobs = read_json(scale / "queue.json") or {"order": []}, job_ids(scale)
     work = queue.get("work", {})
-    every = [RunFolder(scale / name) for name in queue["order"] if name in work or name in jobs]
+    asked = (RunFolder(scale / name) for name in queue["order"] if name in work or name in jobs)
+    every = [run for run in asked if (run.path / "run.json").exists()]  # a folder may be removed
     if all(_ended(run, work, jobs) for run in every) and _first(folder, every):
         done = sum(run.done is not None for run in every)
         told.append(f"{experiment}: all has ended, {done} of {len(every)} runs done")
@@ -109,11 +110,14 @@ def after(folder: RunFolder, *, goes_back: bool) -> None:
     where = os.environ.get(VARIABLE)
     if not where:
         return
-    for text in messages(folder, goes_back):
-        try:
+    try:
+        for text in messages(folder, goes_back):
             send(text, where)
-        except CannotTell as error:
-            print(f"no notice was sent: {error}", file=sys.stderr)
+    except (
+        CannotTell,
+        OSError,
+    ) as error:  # a full disk, a folder that is gone: no reason to fail a job
+        print(f"no notice was sent: {error}", file=sys.stderr)
 
 
 def main(text: Annotated[str, typer.Argument(help="a message, to see whether it arrives")]) -> None:

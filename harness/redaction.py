@@ -15,12 +15,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-WORDS = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "APIKEY"}
+WORDS = {"SECRET", "CREDENTIAL", "CREDENTIALS", "APIKEY"}
 KEYS = {"API", "ACCESS", "PRIVATE", "SECRET", "AUTH"}
 """What makes a ``key`` more than the name of a field; in an environment variable any ``_KEY`` is."""
 PLACES = {"PATH", "FILE", "DIR"}
+ORDINARY = re.compile(
+    r"(?i:empty|none|null|true|false|dummy)|\d{1,7}|[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|[\[<].*[\]>]"
+)
+"""Values of such a name that are no secret: a switch, a number, another variable's name, a special token of a tokenizer."""
 HOOKS = {"MOLT_NOTIFY"}
 """Variables whose URL lets anybody who has it write."""
 SHORTEST = 8
@@ -36,40 +41,67 @@ ASSIGNED = re.compile(r"\b([A-Za-z]\w*)=[\"']?([^\s\"']+)")
 
 def is_secret_name(name: str) -> bool:
     """Whether a key or a variable of this name holds a secret."""
-    parts = name.upper().replace("-", "_").split("_")
+    parts = _parts(name)
     if parts[-1] in PLACES:
         return False
     before_key = parts[parts.index("KEY") - 1] if "KEY" in parts[1:] else ""
-    a_key = bool(before_key) and (name.isupper() or before_key in KEYS)
-    return bool(WORDS & {*parts}) or a_key
+    a_key = bool(before_key) and (name.isupper() or before_key in KEYS) and parts[-1] != "ENV"
+    return bool(WORDS & {*parts}) or parts[-1] == "TOKEN" or a_key or _is_password(name)
 
 
-def _says_something(value: str) -> bool:
-    """A value and no place, reference or phrase."""
-    return len(value) >= 4 and not re.search(r"^[/~.$<]|\s", value)
+def _parts(name: str) -> list[str]:
+    """A name's words, without numbers at its end."""
+    parts = name.upper().replace("-", "_").split("_")
+    while len(parts) > 1 and parts[-1].isdigit():
+        parts.pop()
+    return parts
+
+
+def _is_password(name: str) -> bool:
+    """Whether it is one that a person has made up, which may look like anything."""
+    parts = _parts(name)
+    made_up = parts[-1].endswith(("PASSWORD", "PASSWD", "PASSPHRASE")) or parts[-1] == "PASS"
+    return made_up or (len(parts) > 1 and parts[-1] == "PWD")
+
+
+def _says_something(name: str, value: str) -> bool:
+    """Whether ``value`` is one, and no reference to where it is; of what nobody has made up also no place, phrase or switch."""
+    if len(value) < 4 or re.fullmatch(r"\$\w+|\$\{[^}]*\}", value) or value.startswith(("$(", "`")):
+        return False
+    if _is_password(name):
+        return True
+    a_place = value.startswith(("~", "./", "../")) or (
+        value.startswith("/") and "SECRET" not in name.upper()
+    )
+    return not (a_place or re.search(r"\s", value) or ORDINARY.fullmatch(value))
 
 
 def known(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Value -> name, of the secrets in this process's environment."""
+    """Value -> name, of the secrets in this process's environment. A word of its own paths is none: records must keep those."""
     given = os.environ if environment is None else environment
+    paths = f"{Path.home()} {os.getcwd()}"
     return {
         value: name
         for name, value in given.items()
         if len(value) >= SHORTEST
         and (is_secret_name(name) or (name in HOOKS and value.startswith("http")))
-        and _says_something(value)
+        and not name.upper().endswith("_ID")
+        and value not in paths
+        and _says_something(name, value)
     }
 
 
 def refused(name: str, value: str) -> bool:
     """Whether ``name: value`` of a YAML is, or has in it, a secret in clear."""
-    if name in HOOKS and value.startswith("http"):
+    if is_secret_name(name) and _says_something(name, value):
         return True
-    if is_secret_name(name) and _says_something(value):
-        return True
-    if any(is_secret_name(n) and _says_something(v) for n, v in ASSIGNED.findall(value)):
-        return True
-    return redact(value) != value
+    for variable, assigned in [(name, value), *ASSIGNED.findall(value)]:
+        if variable in HOOKS and assigned.startswith("http"):
+            return True
+    named = ((n, v) for n, v in ASSIGNED.findall(value) if "_" in n or n.isupper())
+    return (
+        any(is_secret_name(n) and _says_something(n, v) for n, v in named) or redact(value) != value
+    )
 
 
 def redact(value: Any) -> Any:

@@ -221,12 +221,17 @@ def cancel_jobs(scale_folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def refusal(text: str) -> str:
-    """What Slurm says to a script without queueing it: "" where it would take it, else why not."""
+    """What Slurm says to a script without queueing it: "" where it would take it, else why not.
+
+    Raises SlurmError where it does not answer, which says nothing of the script.
+    """
     kept = (line for line in text.splitlines() if not line.startswith("#SBATCH --dependency"))
     try:
         with outside_an_allocation():
             ask_slurm("sbatch", "--test-only", input="\n".join(kept) + "\n")
     except SlurmError as error:
+        if is_busy(error):
+            raise
         return str(error)
     return ""
 
@@ -262,7 +267,10 @@ def unset(cluster: Cluster) -> list[str]:
 
 
 def refusals(folder: Path, runs: Sequence[Run], cluster: Cluster) -> list[str]:
-    """What would be refused of ``runs``: by Slurm partition, account, quality of service, more than a node has."""
+    """What would be refused of ``runs``: by Slurm partition, account, quality of service, more than a node has.
+
+    Raises SlurmError where Slurm does not answer.
+    """
     if lacking := unset(cluster):
         return lacking
     found: dict[str, str] = {}

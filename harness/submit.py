@@ -167,7 +167,10 @@ def main(
         raise typer.Exit(EXIT_REFUSED) from error
     obstacles += preflight.problems(expansion, cluster=on_slurm)
     if on_slurm and not obstacles:
-        obstacles = refusals(expansion.folder, chosen, target)
+        try:
+            obstacles = refusals(expansion.folder, chosen, target)
+        except SlurmError as error:
+            obstacles = [f"Slurm does not answer: {error}; try again when it does"]
     if dry_run:
         show.dry_run(console, expansion, chosen, obstacles, changed)
         texts = [] if target is None else scripts(expansion.folder, chosen, target)

@@ -28,6 +28,8 @@ SHARD_BYTES = 4 * 2**30
 END_OF_TURN = "<|im_end|>"
 MODEL_TYPE = "qwen3_vl_moe"
 """Of a config.json that trainers, collation and engine agree about."""
+MERGE_SIZE = 2
+"""Patches a side that become one token, as rows are laid out for training (``train/collate.py``)."""
 
 
 def _builtin_models() -> dict[str, Callable[[Path, int], Path]]:
@@ -104,8 +106,13 @@ def load_policy(folder: Path, dtype: str | torch.dtype = "float32") -> torch.nn.
             f"model.path: {folder} holds a {described.get('model_type')!r} model {described.get('architectures', [])}; "
             f"supported are Qwen3-VL-MoE checkpoints, of model_type {MODEL_TYPE!r}"
         )
-    text = AutoConfig.from_pretrained(folder, local_files_only=True).text_config
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text, merged = config.text_config, config.vision_config.spatial_merge_size
     check_layout_is_decidable(text.hidden_size, text.moe_intermediate_size)
+    if merged != MERGE_SIZE:
+        raise ValueError(
+            f"model.path: {folder} merges {merged} patches a side into a token; supported is {MERGE_SIZE}"
+        )
     logging.disable_progress_bar()  # a bar a rank hides what a run says of itself
     model, info = AutoModelForImageTextToText.from_pretrained(
         folder,

@@ -144,8 +144,10 @@ class CheckpointStore:
     def note(self, made: Checkpoint, save_s: float) -> None:
         """Write down how long the whole of a save has taken, which a scheduler's warning must leave time for."""
         facts = {"step": made.step, "save_s": save_s, "bytes": made.bytes}
-        with open(self.folder / SAVES, "a") as file:
-            file.write(json.dumps(facts) + "\n")
+        saves = self.folder / SAVES
+        torn = saves.exists() and saves.read_bytes()[-1:] != b"\n"  # by a full disk or a power cut
+        with open(saves, "a") as file:
+            file.write("\n" * torn + json.dumps(facts) + "\n")
 
 
 def superfluous(checkpoints: Sequence[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
@@ -230,11 +232,14 @@ class Saver:
             made = await asyncio.to_thread(
                 self.store.commit, self._draft, self._loop_state, record, self.policy
             )
-            self.store.note(made, time.monotonic() - self._began)
         except CheckpointError:
             raise
         except Exception as error:
             raise CheckpointError(f"{self._draft}: the save failed: {error}") from error
+        try:
+            self.store.note(made, time.monotonic() - self._began)
+        except OSError as error:  # the checkpoint is whole; only a scheduler's hint is missing
+            print(f"{self.store.folder / SAVES}: {error}", flush=True)
 
     def check(self) -> None:
         """Raise the failure of a save that has ended."""

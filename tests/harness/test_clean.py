@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ def test_a_copy_of_the_code_goes_that_no_run_and_no_waiting_job_names(make_run, 
     (scale / "slurm").mkdir()
     (scale / "slurm" / "7.sh").write_text(f"export PYTHONPATH={store / ('c' * 16)}\n")
     (store / ".draft-x").mkdir()
+    assert [item.path.name for item in clean.unnamed_code(runs)] == [".draft-x"]  # they are new
+    for copy in store.glob("[!.]*"):
+        os.utime(copy, (0, 0))
+    with hold(runs / "another" / "tiny" / "submit.lock"):  # a first submit, at its beginning
+        assert list(clean.unnamed_code(runs)) == []
     assert [item.path.name for item in clean.unnamed_code(runs)] == ["d" * 16, ".draft-x"]
     with hold(scale / "queue.lock"):
         assert list(clean.unnamed_code(runs)) == []

@@ -56,3 +56,13 @@ def test_every_job_that_worked_at_a_run_counts(make_run, monkeypatch):
     (row,) = costs(folder.path.parent)
     assert asked == ["--jobs=7,9,11"]
     assert (row.total, row.source) == (pytest.approx(2.0 + 1.0 + 2.0), "sacct")
+
+
+def test_a_run_at_work_has_cost_what_has_passed(make_run):
+    """An hour since its start, of which half went into a step; no accounting."""
+    folder = make_run(cpus_per_node=1)
+    write_json(folder.new_attempt() / "start.json", {"time": 1000.0})
+    write_json(folder.path / "heartbeat.json", {"time_unix": 4600.0})
+    folder.metrics.write_text(json.dumps({"step": 1, "attempt": 1, "wall_s": 1800.0}) + "\n")
+    (row,) = costs(folder.path.parent)
+    assert (row.total, row.stands, row.rest) == pytest.approx((1.0, 0.5, 0.5))

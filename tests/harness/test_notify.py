@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -129,3 +131,16 @@ def test_a_hook_that_answers_nonsense_is_a_hook_that_is_down():
             send("x", f"http://127.0.0.1:{server.getsockname()[1]}/")
     with pytest.raises(CannotTell, match="InvalidURL|ValueError"):
         send("x", "http://[/")
+
+
+def test_a_folder_that_is_gone_fails_no_job(make_run, monkeypatch, capsys):
+    first, second = make_run("warmup-1"), make_run("molt-s1-2")
+    ask(first.path.parent, [first.name, second.name], [first.name, second.name])
+    monkeypatch.setenv("MOLT_NOTIFY", "http://127.0.0.1:9/")
+    shutil.rmtree(second.path)
+    write_json(first.path / "done.json", {"attempt": 1})
+    ended(first)
+    assert ends_of(first) == ["experiment/tiny: all has ended, 1 of 1 runs done"]
+    monkeypatch.setattr("harness.notify.messages", lambda *_: os.stat("/nowhere"))
+    after(first, goes_back=False)
+    assert "no notice was sent" in capsys.readouterr().err

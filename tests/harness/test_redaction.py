@@ -12,7 +12,7 @@ import pytest
 from harness.cluster import Cluster, Container, load_cluster
 from harness.container import launch
 from harness.problems import SpecError
-from harness.redaction import is_secret_name, redact
+from harness.redaction import is_secret_name, redact, refused
 from harness.run_folder import read_json, write_json
 from harness.sbatch import Task
 from harness.slurm import submit_arrays
@@ -45,6 +45,12 @@ def test_a_secret_is_told_by_its_name(name, secret):
         "sbatch:\n  comment: see https://me:hunter2@lab.example/",
         f"environment:\n  GREETING: {TOKEN}",
         "environment:\n  MOLT_NOTIFY: https://hooks.example/T0/B0/x",
+        "setup:\n  - export MOLT_NOTIFY=https://hooks.example/T0/B0/x",
+        "environment:\n  DB_PASSWORD: hunter2 horse battery",
+        "environment:\n  DB_PASSWORD: $hunter2!pass99",
+        "environment:\n  AWS_SECRET_ACCESS_KEY: /hunter2abcdef",
+        "environment:\n  PGPASSWORD: hunter2",
+        "environment:\n  MYSQL_PWD: hunter2",
     ],
 )
 def test_a_secret_in_a_yaml_is_refused_with_file_line_key_and_way_out(tmp_path, lines):
@@ -71,11 +77,37 @@ def test_a_name_without_a_value_and_references_are_no_secrets(tmp_path):
     path = tmp_path / "here.yaml"
     path.write_text(
         "environment: {HF_TOKEN: , HF_TOKEN_PATH: /home/me/token, NCCL_DEBUG: WARN}\n"
-        "setup: ['export DB_PASSWORD=$(cat ~/.password)', 'export API_KEY=$OTHER']\n"
+        "setup: ['export DB_PASSWORD=$(cat ~/.password)', 'export API_KEY=$OTHER', 'export HF_TOKEN=`cat ~/.hf`']\n"
     )
     profile = load_cluster(path)
     assert profile.passed == ("HF_TOKEN",)
     assert profile.exports == {"HF_TOKEN_PATH": "/home/me/token", "NCCL_DEBUG": "WARN"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OPENAI_API_KEY", "EMPTY"),  # what clients of a vLLM of one's own are given
+        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "true"),
+        ("X_MAX_TOKEN", "32768"),
+        ("api_key_env", "OPENAI_API_KEY"),
+        ("pad_token", "[PAD]"),
+        ("token_level", "mean"),
+        ("question", "is token=prompt better?"),
+    ],
+)
+def test_honest_values_under_such_names_are_none(name, value):
+    assert not refused(name, value)
+
+
+def test_a_word_of_the_own_paths_is_kept_in_records(monkeypatch):
+    """On many object stores the access key is the login."""
+    login = Path.home().name if len(Path.home().name) >= 8 else "someone-here"
+    monkeypatch.setenv("HOME", f"/home/{login}")
+    for name in ("STORE_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.setenv(name, login)
+        assert redact({"image": f"/home/{login}/molt.sif"}) == {"image": f"/home/{login}/molt.sif"}
+        monkeypatch.delenv(name)
 
 
 def test_a_tokenizers_token_is_no_secret(tmp_path):

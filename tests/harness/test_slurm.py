@@ -12,13 +12,13 @@ import pytest
 from harness.cancel import cancel
 from harness.cluster import Cluster
 from harness.expand import expand
-from harness.lead import longest
+from harness.lead import longest, whole_records
 from harness.requeue import PROFILE, profile
 from harness.run_folder import RunFolder, read_json, write_json
 from harness.run_status import read_statuses
 from harness.sbatch import arrays, parameters, script
 from harness.scheduler import SlurmError, time_limit_s
-from harness.slurm import hopeless, live, refusal, refusals, submit_arrays, work_run
+from harness.slurm import endless, hopeless, live, refusal, refusals, submit_arrays, work_run
 from harness.spec import load
 from harness.submit import submit
 from tests.harness.conftest import put_on_path
@@ -313,6 +313,21 @@ def test_a_run_is_told_to_save_a_step_and_a_save_ahead_as_they_were_measured(lab
     )
     assert said in (lab / "102.sh").read_text()
     assert read_json(expansion.folder / "cluster.json")["warn_s"] == 120
+
+
+def test_a_line_that_was_cut_is_passed_over(tmp_path):
+    saves = tmp_path / "saves.jsonl"
+    saves.write_text('{"save_s": 2.5}\n{"step": 4, "sa\n[1]\n{"save_s": 3.5}\n')
+    assert [record["save_s"] for record in whole_records(saves)] == [2.5, 3.5]
+    assert whole_records(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("asked", [refusal, endless])
+def test_a_controller_that_does_not_answer_refuses_nothing(tmp_path, monkeypatch, asked):
+    said = "echo 'x: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    put_on_path(tmp_path, monkeypatch, sbatch=f"#!/bin/sh\n{said}", scontrol=f"#!/bin/sh\n{said}")
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        asked("#!/bin/sh\n#SBATCH --time=60\n")
 
 
 @pytest.mark.parametrize(

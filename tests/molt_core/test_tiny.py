@@ -122,6 +122,14 @@ def test_missing_weights_are_refused(folder, tmp_path):
         load_policy(save_policy(weights.items(), folder, tmp_path / "incomplete"))
 
 
+def test_another_size_of_merged_patches_is_refused(folder, tmp_path):
+    about = json.loads((folder / "config.json").read_text())
+    about["vision_config"]["spatial_merge_size"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="merges 4 patches a side into a token; supported is 2"):
+        load_policy(tmp_path)
+
+
 def test_a_teacher_of_another_tokenizer_is_refused(folder, tmp_path):
     """Two tokens have changed places: every id would score, and mean something else."""
     check_same_tokens(folder, folder)

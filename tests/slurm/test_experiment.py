@@ -68,7 +68,7 @@ def test_a_run_with_a_dead_part_ends_at_once_and_names_it(folder, part, seed, st
     (path,) = (folder / "runs" / "dead_part" / "tiny").glob(f"pair-s{seed}-*")
     made = RunFolder(path)
     wait_until(lambda: (made.heartbeat or {}).get("step", 0) >= 2, 240)
-    alive = leftovers(made.run["identity"])
+    alive = leftovers(made.mark)
     begun = {int(file.stem) for file in (made.attempts[-1] / "stacks").glob("*.txt")}
     for name in ("molt_core.train", "ray::TrainerRank", "ray::RolloutWorker", "VLLM::EngineCore"):
         pids = {own_pid(process) for process in alive if name in name_of(process)}
@@ -77,7 +77,7 @@ def test_a_run_with_a_dead_part_ends_at_once_and_names_it(folder, part, seed, st
     victim.kill()
     wait_until(lambda: made.end, 60)
     assert made.end["state"] == state and named in made.end["reason"]
-    assert leftovers(made.run["identity"]) == []
+    assert leftovers(made.mark) == []
 
 
 def own_pid(process: psutil.Process) -> int:
