@@ -47,7 +47,15 @@ from harness.processes import (
     reap,
     signalled_when_parent_dies,
 )
-from harness.run_folder import Busy, RunFolder, hold, read_json, tail_records, write_json
+from harness.run_folder import (
+    Busy,
+    RunFolder,
+    edit_json,
+    hold,
+    read_json,
+    tail_records,
+    write_json,
+)
 from harness.scheduler import SlurmError
 
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -92,6 +100,9 @@ def run_job(run_dir: str | Path) -> Ending:
             return too_often
         attempt = folder.new_attempt()
         started = time.time()
+        # At once: whose attempt this is must be known however early it ends.
+        about = {"time": started, "pid": os.getpid(), **fingerprints.scheduler()}
+        write_json(attempt / "start.json", about)
         facts: dict[str, Any] = {}
         if blocked := unmet_need(folder):
             ending = Ending("BLOCKED", blocked)
@@ -180,18 +191,13 @@ def _attempt(
     folder.update_run(fingerprints=prints, **inherited(folder))
     scratch = tempfile.mkdtemp(prefix="m")  # short: Ray's socket paths below it must fit 107 bytes
     arguments = command_line(folder, run, attempt, scratch, cluster)
-    write_json(
-        attempt / "start.json",
-        {
-            "time": time.time(),
-            "pid": os.getpid(),
-            **fingerprints.scheduler(),
+    with edit_json(attempt / "start.json") as start:
+        start |= {
             "command": arguments,
             "plan": plan_digest(folder),
             "fingerprints": prints,
             "packages": installed,
-        },
-    )
+        }
     become_subreaper()
     job = os.getpid()
 
@@ -310,6 +316,7 @@ def _stop(
 
 
 def _start_time(attempt: Path) -> float:
+    """When the command was about to start: start.json is written at the attempt's beginning and completed then."""
     return (attempt / "start.json").stat().st_mtime
 
 

@@ -16,6 +16,8 @@ import pytest
 from harness.job import hang_bound
 from harness.processes import dump_stacks, own_environment
 from harness.run_folder import Busy, RunFolder, hold, is_held, read_json, write_json
+from harness.scheduler import Job
+from harness.standing import standing
 
 DAEMON = """
 import subprocess
@@ -289,6 +291,35 @@ def test_a_lost_copy_of_the_code_is_said(make_run, job_command):
     write_json(folder.path / "run.json", {**folder.run, "code_path": "../gone"})
     work(job_command(folder))
     assert folder.end["state"] == "CONFIG"
+
+
+def test_an_attempt_that_ends_before_its_command_starts_is_its_jobs_own_account(
+    make_run, job_command, monkeypatch
+):
+    """Else Slurm's FAILED, and no reason, is all that is known of what the checks found."""
+    task = {"JOB_ID": "78", "ARRAY_JOB_ID": "77", "ARRAY_TASK_ID": "0"}
+    for name, value in (task | {"RESTART_COUNT": "0"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    folder = make_run()
+    (folder.path / folder.run["code_path"] / "edited.py").write_text("")
+    assert work(job_command(folder)) == 1
+    assert folder.end["state"] == "CONFIG"
+    assert standing(folder, "77_0", Job("FAILED", "NonZeroExitCode", "n1")) is None
+
+
+def test_a_job_that_dies_while_it_checks_has_said_where_it_is(make_run, job_command):
+    folder = make_run()
+    pipe = folder.path / "weights"  # reading it waits for ever
+    os.mkfifo(pipe)
+    folder.update_run(inputs=[{"key": "task.source", "files": {str(pipe): "cafe"}}])
+    job = subprocess.Popen(job_command(folder))
+    try:
+        until(lambda: folder.attempts and (folder.attempts[0] / "start.json").exists())
+    finally:
+        job.kill()
+        job.wait()
+    assert read_json(folder.attempts[0] / "start.json")["pid"] == job.pid
 
 
 def test_a_lock_is_one_holders_and_free_when_it_ends(tmp_path):
