@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,17 @@ def ask(scale_folder: Path, order: list[str], names: list[str]) -> None:
             if name not in order and is_asked_for(RunFolder(scale_folder / name), work)
         ]
         queue.update(order=[*order, *left], work=work)
+
+
+def take_over(scale_folder: Path, names: Sequence[str]) -> None:
+    """The next attempt at each of ``names`` is this machine's: what became of an earlier job of Slurm's says nothing of it.
+
+    For the holder of ``submit.lock``, under which they were found to have no job that lives.
+    """
+    if (scale_folder / "slurm.json").exists():
+        with edit_json(scale_folder / "slurm.json") as ids:
+            for name in names:
+                ids.pop(name, None)
 
 
 def withdraw(scale_folder: Path, names: list[str] | None = None) -> None:

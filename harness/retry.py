@@ -10,22 +10,23 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from harness.cancel import chosen
 from harness.causes import cause
-from harness.queue import ask, start_detached
+from harness.queue import ask, start_detached, take_over
 from harness.requeue import profile
 from harness.run_folder import RunFolder, hold, is_held, read_json, scale_folders
 from harness.run_status import RunStatus, queue_lock, read_statuses
 from harness.sbatch import Task
 from harness.scheduler import SlurmError, forget
-from harness.slurm import hopeless, live, submit_arrays
+from harness.slurm import hopeless, job_ids, live, submit_arrays
 from harness.sync import default_uri
 
 
@@ -62,14 +63,43 @@ def choose(statuses: Sequence[RunStatus], pattern: str | None, force: bool) -> C
 
 
 def mark(folder: RunFolder, status: RunStatus) -> None:
-    """Write into run.json that a person had an outcome tried again."""
+    """Write into run.json that a person had the outcome of this attempt tried again."""
     entry = {"time": time.time(), "state": status.state, "why": status.why}
     entry["attempt"] = status.attempt
-    folder.update_run(forced=[*folder.run.get("forced", []), entry])
+    folder.update_run(forced=[*_forced_before(folder, status), entry])
 
 
-def restart(scale_folder: Path, names: Sequence[str], uri: str) -> dict[str, str]:
+def _forced_before(folder: RunFolder, status: RunStatus) -> list[dict[str, Any]]:
+    return [e for e in folder.run.get("forced", []) if e["attempt"] != status.attempt]
+
+
+@contextmanager
+def marked(scale_folder: Path, outcomes: Sequence[RunStatus]) -> Iterator[None]:
+    """Mark ``outcomes``, which the block sends: before it, so that none goes on unmarked whenever this process ends.
+
+    The mark is taken back from those that have no new job where Slurm refuses or is silent: one that arrived in silence has
+    nothing to do until another submit or retry finds it.
+    """
+    before = job_ids(scale_folder)
+    for status in outcomes:
+        mark(RunFolder(scale_folder / status.run), status)
+    try:
+        yield
+    except SlurmError:
+        now = job_ids(scale_folder)
+        for status in outcomes:
+            if now.get(status.run) == before.get(status.run):
+                folder = RunFolder(scale_folder / status.run)
+                folder.update_run(forced=_forced_before(folder, status))
+        raise
+
+
+def restart(
+    scale_folder: Path, names: Sequence[str], uri: str, outcomes: Sequence[RunStatus] = ()
+) -> dict[str, str]:
     """Ask for the runs again, in the order of the experiment; run -> where it went. Raises SlurmError.
+
+    ``outcomes``: how those of them stand that only go on by force; they are marked where they do.
 
     For the holder of ``submit.lock``, who chose them under it: two at once would try an outcome again, unmarked.
     """
@@ -80,10 +110,14 @@ def restart(scale_folder: Path, names: Sequence[str], uri: str) -> dict[str, str
         tasks = [Task.of(RunFolder(scale_folder / n)) for n in names if n not in alive]
         lacking = hopeless(scale_folder, tasks, alive)
         sent = [task for task in tasks if task.name not in lacking]
-        ids = submit_arrays(scale_folder, sent, profile(scale_folder))
+        taken = {task.name for task in sent}
+        with marked(scale_folder, [status for status in outcomes if status.run in taken]):
+            ids = submit_arrays(scale_folder, sent, profile(scale_folder))
         went = {task.name: f"job {ids[task.name]}" for task in sent}
         return went | {n: f"not sent: it needs {need}" for n, need in lacking.items()}
-    ask(scale_folder, order, list(names))
+    with marked(scale_folder, outcomes):
+        take_over(scale_folder, names)
+        ask(scale_folder, order, names)
     if not is_held(queue_lock(scale_folder)):
         start_detached(scale_folder, uri)
     return dict.fromkeys(names, "with the queue of this machine")
@@ -114,10 +148,9 @@ def main(
                 forget()
                 statuses = {status.run: status for status in read_statuses(folder)}
                 choice = choose(list(statuses.values()), within, force)
-                for name in choice.forced:
-                    mark(RunFolder(folder / name), statuses[name])
                 names = [*choice.again, *choice.forced]
-                went = restart(folder, names, default_uri(runs)) if names else {}
+                outcomes = [statuses[name] for name in choice.forced]
+                went = restart(folder, names, default_uri(runs), outcomes) if names else {}
             refusals += len(choice.refused)
             told |= {name: {"does": "goes on", "how": how} for name, how in went.items()}
             told |= {name: {"does": "refused", "how": why} for name, why in choice.refused}

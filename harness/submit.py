@@ -28,7 +28,7 @@ from harness.expand import Expansion, Run, expand
 from harness.identity import ROOT
 from harness.prepare import prepare
 from harness.problems import SpecError
-from harness.queue import Queue, ask, start_detached
+from harness.queue import Queue, ask, start_detached, take_over
 from harness.run_folder import Busy, RunFolder, describe_holder, hold, is_held
 from harness.run_status import at_work, queue_lock, read_status, read_statuses
 from harness.scheduler import SlurmError, configuration
@@ -74,8 +74,12 @@ def sort_out(folder: Path, runs: Sequence[Run]) -> tuple[list[str], list[tuple[s
     return start, leave
 
 
-def submit(expansion: Expansion, runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, str]]]:
+def submit(
+    expansion: Expansion, runs: Sequence[Run], here: bool = False
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Freeze the plan, write the folders, ask for the runs. Returns what ``sort_out`` does. Raises PlanError.
+
+    ``here``: this machine's queue is to start them, whatever Slurm did with them before.
 
     One submit at a time works on a folder: a second waits, and then finds what the first has planned and asked for.
     """
@@ -85,6 +89,8 @@ def submit(expansion: Expansion, runs: Sequence[Run]) -> tuple[list[str], list[t
         lock.write(expansion, commit)
         start, leave = sort_out(expansion.folder, runs)
         changed = {run.name for run in runs if prepare(expansion, run, commit)}
+        if here:
+            take_over(expansion.folder, start)
         ask(expansion.folder, [run.name for run in expansion.runs], start)
     note = "; its changed limits count from its next attempt"
     return start, [(n, f"{why}{note}" if n in changed else why) for n, why in leave]
@@ -185,7 +191,7 @@ def main(
         raise typer.Exit(EXIT_REFUSED)
     if on_slurm and look and sort_out(expansion.folder, chosen)[0]:
         look_at_a_node(console, expansion, chosen, target, as_json)
-    start, leave = submit(expansion, chosen)
+    start, leave = submit(expansion, chosen, here=not on_slurm)
     show.submitted(console, expansion, start, leave, changed)
     told = {"folder": str(expansion.folder), "start": start, "leave": dict(leave)}
     uri = tracking_uri or default_uri(runs)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from harness import retry
+from harness.experiment_file import Resources
 from harness.queue import ask
 from harness.retry import choose, mark, restart
-from harness.run_folder import RunFolder, hold, is_held, write_json
+from harness.run_folder import RunFolder, hold, is_held, read_json, write_json
 from harness.run_status import RunStatus, queue_lock, read_statuses
 from tests.harness.test_job import until
 
@@ -53,7 +56,8 @@ def test_a_filter_chooses_by_name():
 def test_a_forced_run_is_marked_for_the_report(make_run):
     folder = make_run()
     mark(folder, status("HANG"))
-    mark(folder, status("OOM"))
+    mark(folder, replace(status("OOM"), attempt=2))
+    mark(folder, replace(status("OOM"), attempt=2))  # the first time it was not taken, or cancelled
     assert [entry["state"] for entry in folder.run["forced"]] == ["HANG", "OOM"]
 
 
@@ -108,3 +112,61 @@ def test_two_retries_at_once_try_a_run_again_once(make_run, monkeypatch):
     result = CliRunner().invoke(app, ["--runs", str(scale.parents[1])])
     assert result.exit_code == 3, result.output
     assert "refused: FAILED is an outcome: own error" in result.output
+
+
+@pytest.fixture
+def two_outcomes(make_run, lab):
+    """Runs of one array each that diverged on a cluster; the second needs the first."""
+    first = make_run("warmup-00000000", kind="warmup")
+    second = make_run("molt-s0-00000000", needs=(first.name,))
+    for folder in (first, second):
+        start = {"time": 1.0, "slurm_array_job_id": "7", "slurm_array_task_id": "0"}
+        write_json(folder.path / "attempts" / "01" / "start.json", start)
+        ending = {"state": "DIVERGED", "reason": "DIVERGED: x", "duration_s": 1.0}
+        write_json(folder.path / "attempts" / "01" / "end.json", ending)
+        folder.update_run(resources=Resources().model_dump(mode="json"))
+    scale = first.path.parent
+    ask(scale, [first.name, second.name], [])
+    write_json(scale / "slurm.json", {first.name: "7_0", second.name: "7_0"})
+    (lab / "queued").write_text("7_0|COMPLETED|None|n1|0:15|2026-11-29T10:00:00|x\n")
+    return first, second
+
+
+def force(scale: Path, *arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(retry.main)
+    result = CliRunner().invoke(app, [*arguments, "--force", "--runs", str(scale.parents[1])])
+    return result.exit_code, result.output
+
+
+def forced(*folders: RunFolder) -> list[list[str]]:
+    return [[entry["state"] for entry in folder.run.get("forced", [])] for folder in folders]
+
+
+def test_only_what_slurm_took_is_marked_as_forced(two_outcomes, lab):
+    first, second = two_outcomes
+    scale = first.path.parent
+    (lab / "refuses").touch()
+    code, shown = force(scale)
+    assert code == 2 and "invalid partition" in shown
+    assert forced(first, second) == [[], []]
+    (lab / "refuses").unlink()
+    code, shown = force(scale, second.name)
+    assert f"not sent: it needs {first.name}" in shown
+    assert forced(first, second) == [[], []]
+    sbatch = lab / "sbatch"  # the second array is refused
+    sbatch.write_text(f"{sbatch.read_text()}touch $LAB/refuses\n")
+    assert force(scale)[0] == 2
+    assert forced(first, second) == [["DIVERGED"], []]
+
+
+def test_a_run_that_goes_on_here_is_slurms_no_longer(make_run, lab, monkeypatch):
+    folder = make_run()
+    scale = folder.path.parent
+    ask(scale, [folder.name], [])
+    write_json(scale / "slurm.json", {folder.name: "7_0", "molt-s1-00000000": "7_1"})
+    monkeypatch.setattr(retry.shutil, "which", lambda name: None)
+    monkeypatch.setattr(retry, "start_detached", lambda *_: None)
+    restart(scale, [folder.name], "", [status("DIVERGED", folder.name)])
+    assert read_json(scale / "slurm.json") == {"molt-s1-00000000": "7_1"}
+    assert forced(folder) == [["DIVERGED"]]

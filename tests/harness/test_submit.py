@@ -22,6 +22,7 @@ from harness.container import Image
 from harness.expand import expand
 from harness.processes import own_environment
 from harness.run_folder import RunFolder, read_json, write_json
+from harness.run_status import read_statuses
 from harness.scheduler import SlurmError
 from harness.slurm import job_ids
 from harness.spec import load
@@ -51,6 +52,13 @@ def slurm_is(here: bool, monkeypatch) -> None:
     """As `submit` sees it; whoever else looks for a program finds what there is."""
     found = SimpleNamespace(which=lambda name: f"/usr/bin/{name}" if here else None)
     monkeypatch.setattr(submit_module, "shutil", found)
+
+
+def attempt(folder: RunFolder, number: str, state: str, **start) -> None:
+    """What an attempt that ended leaves; ``start``: the job of Slurm's that it was made by."""
+    path = folder.path / "attempts" / number
+    write_json(path / "start.json", {"time": 1.0, "host": "login", **start})
+    write_json(path / "end.json", {"state": state, "reason": f"{state}: x", "duration_s": 1.0})
 
 
 # What a submit writes
@@ -360,6 +368,35 @@ def test_local_works_the_runs_here_where_there_is_slurm(tmp_path, monkeypatch):
     code, shown = command_line(*arguments, "--local")
     assert code == 0, shown
     assert "6 to run" in shown
+
+
+def test_an_outcome_met_here_stands_whatever_became_of_an_earlier_job_of_slurms(
+    tmp_path, monkeypatch, lab
+):
+    monkeypatch.setattr(submit_module, "run_here", lambda *_: 0)
+    monkeypatch.setattr(submit_module.preflight, "problems", lambda *_, **__: [])
+    arguments = [str(write(tmp_path)), "--scale", "here", "--runs", str(tmp_path / "runs")]
+    command_line(*arguments, "--local")
+    (queue,) = (tmp_path / "runs").glob("*/here/queue.json")
+    folder = RunFolder(queue.parent / read_json(queue)["order"][-1])
+    write_json(queue.with_name("slurm.json"), {folder.name: "77_0"})
+    (lab / "queued").write_text("77_0|CANCELLED|None|n1|0:15|2026-11-29T10:00:00|x\n")
+    attempt(folder, "01", "KILLED", slurm_array_job_id="77", slurm_array_task_id="0")
+    code, shown = command_line(*arguments, "--local")
+    assert code == 0 and "6 to run" in shown
+    attempt(folder, "02", "DIVERGED")
+    (status,) = (s for s in read_statuses(folder.path.parent) if s.run == folder.name)
+    assert (status.state, status.why, status.job) == ("DIVERGED", "x", None)
+    code, shown = command_line(*arguments, "--local")
+    assert "5 to run" in shown
+
+
+def test_what_slurm_has_is_left_to_it_by_a_submit_of_other_runs_here(expansion, lab):
+    start, _ = submit(expansion, expansion.runs)
+    run_on_slurm(Console(file=io.StringIO()), expansion, start, False, "", Cluster())
+    sent = job_ids(expansion.folder)
+    assert submit(expansion, expansion.runs, here=True)[0] == []
+    assert set(start) == set(sent) and job_ids(expansion.folder) == sent
 
 
 def test_the_default_scale_is_for_machines_without_slurm(tmp_path):
