@@ -27,6 +27,7 @@ import typer
 
 from harness import container, fingerprints, inputs, notify, requeue
 from harness.avoid import steer
+from harness.causes import cause
 from harness.cluster import Cluster
 from harness.command import (
     cluster_line,
@@ -38,7 +39,7 @@ from harness.command import (
 from harness.identity import changed_snapshot
 from harness.memory import kills_in_job
 from harness.needs import inherited, plan_digest, unmet_need
-from harness.outcome import judge_exit, last_lines
+from harness.outcome import judge_exit, judge_told, last_lines
 from harness.processes import (
     become_subreaper,
     dump_stacks,
@@ -96,8 +97,8 @@ def run_job(run_dir: str | Path) -> Ending:
         cluster = requeue.profile(folder.path.parent)
         if requeue.close_attempts(folder, job_id) and job_id is not None:
             steer(folder.path.parent, cluster)
-        if too_often := _too_often(folder, job_id, cluster):
-            return too_often
+        if ended := _not_again(folder, job_id, cluster):
+            return ended
         attempt = folder.new_attempt()
         started = time.time()
         # At once: whose attempt this is must be known however early it ends.
@@ -169,13 +170,16 @@ def _go_back(folder: RunFolder, job_id: str, ending: Ending) -> Ending:
     return ending
 
 
-def _too_often(folder: RunFolder, job_id: str | None, cluster: Cluster) -> Ending | None:
-    """How this job ends at once where Slurm requeued it by itself (its node failed) once more than it may."""
+def _not_again(folder: RunFolder, job_id: str | None, cluster: Cluster) -> Ending | None:
+    """How this job ends at once where Slurm requeued it by itself: after an outcome, or once more than it may."""
     ends = requeue.ends_of_job(folder, job_id) if job_id is not None else []
     if not ends or ends[-1].get("requeued"):
         return None
+    state = ends[-1]["state"]
+    if cause(state).kind == "outcome":
+        return Ending(state, "not started again: this is an outcome, see `python -m harness.retry`")
     back, words = requeue.may_go_back(ends, cluster.attempts)
-    return None if back or not words else Ending(ends[-1]["state"], f"not started again: {words}")
+    return None if back or not words else Ending(state, f"not started again: {words}")
 
 
 def _attempt(
@@ -249,13 +253,14 @@ def _watch(
         if child.pid in ended:
             child.returncode = container.own_code(ended[child.pid])
             # Slurm signals every process of a job at once, and the command may be the first to go.
-            if child.returncode < 0 and (number := _signalled(caught)) is not None:
+            patience_s = 0.5 if child.returncode < 0 else 0.0
+            if child.returncode and (number := _signalled(caught, patience_s)) is not None:
                 told = requeue.notice(number, job_id)
-                return Ending(told.state, told.reason, child.returncode)
+                return _as_told(told, number, folder, attempt, child.returncode)
             memory = (kills_in_job() or 0) > kills
             return Ending(*judge_exit(folder, attempt, child.returncode, memory), child.returncode)
         now = time.monotonic()
-        if (number := _signalled(caught, 0)) is not None:
+        if (number := _signalled(caught)) is not None:
             return _told_to_end(number, child, folder, attempt)
         latest = _progress(folder, attempt, since=_start_time(attempt))
         if latest != progress:
@@ -271,7 +276,7 @@ def _watch(
             return Ending("TIMEOUT", f"over its time limit of {resources['time_limit_s']} s", code)
 
 
-def _signalled(caught: signal.struct_siginfo | None, patience_s: float = 0.5) -> int | None:
+def _signalled(caught: signal.struct_siginfo | None, patience_s: float = 0.0) -> int | None:
     """The signal that tells this job to end: the one caught, or one that arrives within ``patience_s``."""
     if caught is None or caught.si_signo == signal.SIGCHLD:
         caught = signal.sigtimedwait([s for s in WATCHED if s != signal.SIGCHLD], patience_s)
@@ -279,17 +284,23 @@ def _signalled(caught: signal.struct_siginfo | None, patience_s: float = 0.5) ->
 
 
 def _told_to_end(number: int, child: subprocess.Popen, folder: RunFolder, attempt: Path) -> Ending:
-    """A signal to the job: let the command save where Slurm leaves time for it, then end. A run that is done is DONE."""
+    """A signal to the job: let the command save where Slurm leaves time for it, then end."""
     told = requeue.notice(number, requeue.own_job())
     if told.seconds_left > 0:
         code = _stop(child, attempt, SAVE_AND_STOP, told.seconds_left)
     else:
         code = _stop(child, attempt)
-    if code == 0:
-        state, reason = judge_exit(folder, attempt, code)
-        if state == "DONE":
-            return Ending(state, reason, code)
-    return Ending(told.state, told.reason, code)
+    return _as_told(told, number, folder, attempt, code)
+
+
+def _as_told(
+    told: requeue.Notice, number: int, folder: RunFolder, attempt: Path, code: int | None
+) -> Ending:
+    """The ending of a command that ended with ``code`` when the job was told to: done stays done, and an outcome one."""
+    # Of another signal the command's processes may have had their own, and of several nodes one may be lost.
+    alone = number == signal.SIGUSR2 and told.seconds_left > 0
+    own = judge_told(folder, attempt, code, alone and not over_several_nodes(folder.run))
+    return Ending(*(own or (told.state, told.reason)), code)
 
 
 def _stop(

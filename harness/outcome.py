@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.causes import is_memory, told_by
+from harness.causes import cause, is_memory, told_by
 from harness.run_folder import RunFolder, read_json, tail_records, write_json
 
 EXIT_CONFIG, EXIT_JUDGED, EXIT_STOPPED = 2, 3, 4
@@ -19,6 +19,8 @@ CRASHES = frozenset(
     getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")
 )
 """Signals by which a program ends itself: a fault of its own code, and no word from outside."""
+OF_FIGURES = frozenset({"DIVERGED", "EVERYTHING_DROPPED"})
+"""Judgements of what the run itself has measured, which no signal and no lost process brings about."""
 
 
 class Unfinished(RuntimeError):
@@ -123,6 +125,22 @@ def judge_exit(
     if code == EXIT_CONFIG and not _recorded(folder, attempt):
         return "CONFIG", f"exit code {code}: {said}"
     return told_by(said) or "FAILED", f"exit code {code}: {said}"
+
+
+def judge_told(
+    folder: RunFolder, attempt: Path, code: int | None, alone: bool
+) -> tuple[str, str] | None:
+    """(state, reason) of a command that was told to end and is done, or ended by an outcome first; None where it obeyed.
+
+    ``alone``: no other process of the run was told, so that every outcome is its own; else its judgement of its figures is.
+    """
+    if code is None or code < 0:
+        return None
+    state, reason = judge_exit(folder, attempt, code)
+    if code == 0:
+        return (state, reason) if state == "DONE" else None
+    outcome = cause(state).kind == "outcome" if alone else state in OF_FIGURES
+    return (state, reason) if outcome else None
 
 
 def _recorded(folder: RunFolder, attempt: Path) -> bool:

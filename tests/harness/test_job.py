@@ -13,6 +13,8 @@ import time
 import psutil
 import pytest
 
+from harness import job as job_module
+from harness import requeue
 from harness.job import hang_bound
 from harness.processes import dump_stacks, own_environment
 from harness.run_folder import Busy, RunFolder, hold, is_held, read_json, write_json
@@ -320,6 +322,68 @@ def test_a_job_that_dies_while_it_checks_has_said_where_it_is(make_run, job_comm
         job.kill()
         job.wait()
     assert read_json(folder.attempts[0] / "start.json")["pid"] == job.pid
+
+
+@pytest.mark.parametrize(
+    ("number", "nodes", "code", "reason", "state"),
+    [
+        (signal.SIGUSR2, 1, 3, "DIVERGED", "DIVERGED"),
+        (signal.SIGUSR2, 2, 3, "EVERYTHING_DROPPED", "EVERYTHING_DROPPED"),
+        (signal.SIGTERM, 1, 3, "DIVERGED", "DIVERGED"),
+        (signal.SIGUSR2, 1, 3, "ENGINE", "ENGINE"),
+        (signal.SIGUSR2, 1, 1, None, "FAILED"),
+        (signal.SIGUSR2, 1, 3, "INFRA", "TIMEOUT"),  # no outcome
+        (signal.SIGTERM, 1, 3, "ENGINE", "TIMEOUT"),  # the engine was signalled too
+        (signal.SIGUSR2, 2, 3, "WORKER_DIED", "TIMEOUT"),  # or its node was lost meanwhile
+        (signal.SIGUSR2, 1, 0, None, "TIMEOUT"),  # at no last step
+        (signal.SIGUSR2, 1, 4, None, "TIMEOUT"),
+        (signal.SIGUSR2, 1, -signal.SIGUSR2, None, "TIMEOUT"),
+        (signal.SIGUSR2, 1, None, None, "TIMEOUT"),
+    ],
+)
+def test_an_outcome_between_the_warning_and_the_end_is_no_time_out(
+    make_run, monkeypatch, number, nodes, code, reason, state
+):
+    """It would go back into the queue, and draw other samples."""
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    told = requeue.Notice("TIMEOUT", "its time limit came near", 60.0)
+    monkeypatch.setattr(requeue, "notice", lambda number, job_id: told)
+    monkeypatch.setattr(job_module, "_stop", lambda *_: code)
+    folder = make_run(nodes=nodes)
+    attempt = folder.new_attempt()
+    if reason is not None:
+        write_json(attempt / "reason.json", {"reason": reason, "detail": "step 7"})
+    assert job_module._told_to_end(number, None, folder, attempt).state == state
+
+
+def test_a_command_that_went_first_of_those_that_were_signalled_was_told_to_end(make_run):
+    """As Ray does it: a driver that gets SIGTERM exits with 15, which is no signal's code."""
+    folder = make_run()
+    attempt = folder.new_attempt()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        with subprocess.Popen([sys.executable, "-c", "raise SystemExit(15)"]) as child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            ending = job_module._watch(child, folder, folder.run, attempt)
+    finally:
+        signal.sigtimedwait([signal.SIGTERM], 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    assert (ending.state, ending.exit_code) == ("KILLED", 15)
+
+
+def test_a_job_that_slurm_requeues_after_an_outcome_does_not_try_it_again(
+    make_run, job_command, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    folder = make_run()
+    attempt = folder.new_attempt()
+    write_json(attempt / "start.json", {"time": 1.0, "slurm_job_id": "78"})
+    write_json(attempt / "end.json", {"state": "DIVERGED", "reason": "DIVERGED: step 7"})
+    assert work(job_command(folder)) == 1
+    assert len(folder.attempts) == 1
+    monkeypatch.setenv("SLURM_JOB_ID", "79")  # a retry's
+    assert work(job_command(folder)) == 0
 
 
 def test_a_lock_is_one_holders_and_free_when_it_ends(tmp_path):
