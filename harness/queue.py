@@ -26,6 +26,7 @@ from harness.identity import TOOLS, take_snapshot
 from harness.processes import end_leftovers, own_environment, signalled_when_parent_dies
 from harness.run_folder import Busy, RunFolder, edit_json, hold, read_json
 from harness.run_status import is_asked_for, queue_lock
+from harness.slurm import job_ids
 from harness.sync import end_follower, start_follower
 
 TICK_S = 0.5
@@ -128,12 +129,9 @@ class Queue:
 
     def _waiting(self) -> list[RunFolder]:
         queue = read_json(self.scale_folder / "queue.json") or {"order": [], "work": {}}
-        folders = [RunFolder(self.scale_folder / name) for name in queue["order"]]
-        return [
-            folder
-            for folder in folders
-            if folder.name not in self.jobs and is_asked_for(folder, queue["work"])
-        ]
+        elsewhere = {*self.jobs, *job_ids(self.scale_folder)}  # what was sent to Slurm is its own
+        folders = [RunFolder(self.scale_folder / n) for n in queue["order"] if n not in elsewhere]
+        return [folder for folder in folders if is_asked_for(folder, queue["work"])]
 
     def _start(self) -> None:
         waiting = self._waiting()

@@ -16,7 +16,7 @@ import pytest
 from harness.cores import take_cores
 from harness.processes import own_environment
 from harness.queue import Queue, ask, withdraw
-from harness.run_folder import RunFolder, hold, is_held
+from harness.run_folder import RunFolder, hold, is_held, write_json
 from harness.run_status import queue_lock, read_status, read_statuses
 from tests.harness.conftest import TRAIN
 from tests.harness.test_job import is_alive, until
@@ -181,6 +181,16 @@ def test_what_is_withdrawn_is_not_started(make_run):
     names = [first.name, second.name]
     ask(in_scale(first), names, names)
     withdraw(in_scale(first), [first.name])
+    Queue(in_scale(first)).work()
+    assert first.attempts == [] and second.done is not None
+
+
+def test_what_slurm_has_is_not_started_here_too(make_run):
+    """Its job would try the run again, whatever the outcome here."""
+    first, second = make_run("molt-s0-00000000"), make_run("molt-s1-00000000")
+    names = [first.name, second.name]
+    ask(in_scale(first), names, names)
+    write_json(in_scale(first) / "slurm.json", {first.name: "7_0"})
     Queue(in_scale(first)).work()
     assert first.attempts == [] and second.done is not None
 
