@@ -21,6 +21,8 @@ CRASHES = frozenset(
 """Signals by which a program ends itself: a fault of its own code, and no word from outside."""
 OF_FIGURES = frozenset({"DIVERGED", "EVERYTHING_DROPPED"})
 """Judgements of what the run itself has measured, which no signal and no lost process brings about."""
+OF_A_DEATH = frozenset({"ENGINE", "WORKER_DIED", "NODE_FAIL", "INFRA"})
+"""Judgements that a process killed for memory explains; any other stands, whatever was killed and survived before."""
 
 
 class Unfinished(RuntimeError):
@@ -106,7 +108,8 @@ def judge_exit(
     said = last_words(attempt / "output.log")
     facts = (read_json(attempt / "reason.json") or {}) if code == EXIT_JUDGED else {}
     # Where another node was lost, this one's memory is not to blame.
-    if killed_for_memory and code in (-signal.SIGKILL, EXIT_JUDGED) and not facts.get("nodes"):
+    by_a_death = facts.get("reason") in OF_A_DEATH and not facts.get("nodes")
+    if killed_for_memory and (code == -signal.SIGKILL or by_a_death):
         return "OOM", f"the kernel killed for memory on this node; the command's last words: {said}"
     if -code in CRASHES:
         crashed = f"{signal.Signals(-code).name} ended the command, a crash of its own: {said}"

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from harness.outcome import Unfinished, judge_exit, product, summarise
+from harness.outcome import EXIT_JUDGED, Unfinished, judge_exit, product, summarise
+from harness.run_folder import write_json
 from tests.harness.test_job import work
 
 
@@ -44,6 +45,27 @@ def test_the_runs_own_judgement_keeps_its_name(make_run, job_command):
     )
     work(job_command(folder))
     assert folder.end["reason"] == "DIVERGED: step 7: loss nan"
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("DIVERGED", "DIVERGED"),
+        ("EVERYTHING_DROPPED", "EVERYTHING_DROPPED"),
+        ("BOOKS_NOT_CLOSED", "BOOKS_NOT_CLOSED"),
+        ("ENGINE", "OOM"),
+        ("WORKER_DIED", "OOM"),
+    ],
+)
+def test_a_process_killed_for_memory_explains_a_death_and_no_judgement_of_figures(
+    make_run, reason, state
+):
+    """An agent's sandbox may have been killed hundreds of steps before, and was survived."""
+    folder = make_run()
+    attempt = folder.new_attempt()
+    write_json(attempt / "reason.json", {"reason": reason, "detail": "step 412: loss nan"})
+    said = judge_exit(folder, attempt, EXIT_JUDGED, killed_for_memory=True)
+    assert said[0] == state and (state == "OOM" or said[1] == "step 412: loss nan")
 
 
 def test_exit_code_two_is_a_bad_configuration(make_run, job_command):
