@@ -107,6 +107,8 @@ def judge_exit(
         return "DONE", ""
     said = last_words(attempt / "output.log")
     facts = (read_json(attempt / "reason.json") or {}) if code == EXIT_JUDGED else {}
+    if facts:
+        write_json(attempt / "reason.json", facts)  # in the run's own words until now, secrets too
     # Where another node was lost, this one's memory is not to blame.
     by_a_death = facts.get("reason") in OF_A_DEATH and not facts.get("nodes")
     if killed_for_memory and (code == -signal.SIGKILL or by_a_death):

@@ -151,6 +151,17 @@ def test_what_a_program_prints_is_in_its_log_alone(make_run, job_command, monkey
     assert [path.name for path in files if TOKEN in path.read_text()] == ["output.log"]
 
 
+def test_a_secret_in_a_runs_own_reason_goes_from_the_record(make_run, job_command, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    body = "facts = {'reason': 'ENGINE', 'detail': '401 for ' + os.environ['HF_TOKEN']}\n"
+    body += "open('reason.json', 'w').write(json.dumps(facts))\nraise SystemExit(3)"
+    folder = make_run(body=body)
+    subprocess.run(job_command(folder), check=False)
+    assert folder.end["reason"] == "ENGINE: 401 for [HF_TOKEN]"
+    said = (folder.attempts[0] / "reason.json").read_text()
+    assert "401 for [HF_TOKEN]" in said and TOKEN not in said
+
+
 APPTAINER = '#!/bin/sh\nwhile [ "$1" != "$IMAGE" ]; do shift; done; shift; exec "$@"\n'
 USES_IT = """
 import hashlib
