@@ -105,21 +105,19 @@ def run_job(run_dir: str | Path) -> Ending:
         about = {"time": started, "pid": os.getpid(), **fingerprints.scheduler()}
         write_json(attempt / "start.json", about)
         facts: dict[str, Any] = {}
-        if blocked := unmet_need(folder):
-            ending = Ending("BLOCKED", blocked)
-        elif other := changed_snapshot(code_path(folder, run), run["fingerprints"]["code"]):
-            ending = Ending("CONFIG", other)
-        elif other := inputs.changed(run.get("inputs", [])):
-            ending = Ending("CONFIG", other)
-        elif other := container.other_image(run, cluster.container, folder.path.parents[2]):
-            ending = Ending("CONFIG", other)
-        else:
-            try:
+        try:
+            if blocked := unmet_need(folder):
+                ending = Ending("BLOCKED", blocked)
+            elif other := changed_snapshot(code_path(folder, run), run["fingerprints"]["code"]):
+                ending = Ending("CONFIG", other)
+            elif other := inputs.changed(run.get("inputs", [])):
+                ending = Ending("CONFIG", other)
+            elif other := container.other_image(run, cluster.container, folder.path.parents[2]):
+                ending = Ending("CONFIG", other)
+            else:
                 ending, facts = _attempt(folder, run, attempt, cluster)
-            except (
-                Exception
-            ) as error:  # whatever it was, the attempt ends with a reason and not as "killed"
-                ending = Ending("FAILED", f"the job failed: {type(error).__name__}: {error}")
+        except Exception as error:  # whatever it was: a reason, and not "killed"
+            ending = Ending("FAILED", f"the job failed: {type(error).__name__}: {error}")
         if job_id is not None:
             ending = _decide(
                 folder, job_id, ending, cluster, _end(folder, attempt, ending, started)

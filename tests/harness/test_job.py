@@ -15,7 +15,7 @@ import pytest
 
 from harness import job as job_module
 from harness import requeue
-from harness.job import hang_bound
+from harness.job import hang_bound, run_job
 from harness.processes import dump_stacks, own_environment
 from harness.run_folder import Busy, RunFolder, hold, is_held, read_json, write_json
 from harness.scheduler import Job
@@ -432,3 +432,13 @@ def test_a_child_whose_parent_died_too_early_ends_all_the_same(tmp_path):
     finally:
         if is_alive(child):
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_check_that_cannot_be_made_is_a_reason_too(make_run, monkeypatch):
+    def unreadable(*_):
+        raise PermissionError("rows.jsonl")
+
+    folder = make_run()
+    monkeypatch.setattr("harness.job.inputs.changed", unreadable)
+    run_job(folder.path)
+    assert folder.end["reason"] == "FAILED: the job failed: PermissionError: rows.jsonl"
