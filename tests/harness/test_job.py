@@ -440,5 +440,9 @@ def test_a_check_that_cannot_be_made_is_a_reason_too(make_run, monkeypatch):
 
     folder = make_run()
     monkeypatch.setattr("harness.job.inputs.changed", unreadable)
-    run_job(folder.path)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        run_job(folder.path)  # in this process, whose signals it blocks
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert folder.end["reason"] == "FAILED: the job failed: PermissionError: rows.jsonl"
