@@ -75,9 +75,12 @@ def notice(number: int, job_id: str | None) -> Notice:
         facts = {}
     if facts.get("PreemptTime", "None") != "None":
         return Notice("PREEMPTED", f"preempted on {facts.get('NodeList')}", _left(facts))
+    limit = facts.get("TimeLimit", "unknown")
     if number == signal.SIGUSR2:
-        limit = facts.get("TimeLimit", "unknown")
         return Notice("TIMEOUT", f"its time limit of {limit} came near", _left(facts))
+    # The warning may have come before the job could hear it: Slurm sends it up to a minute early.
+    if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
+        return Notice("TIMEOUT", f"its time limit of {limit} is over", 0.0)
     return told
 
 

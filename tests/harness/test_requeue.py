@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from harness import requeue
@@ -63,6 +65,22 @@ def test_attempts_of_an_earlier_job_do_not_count(make_run):
         write_json(attempt / "start.json", {"slurm_array_job_id": job, "slurm_array_task_id": "3"})
         write_json(attempt / "end.json", {"state": "NODE_FAIL"})
     assert len(ends_of_job(folder, "6_3")) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "facts", "state"),
+    [
+        (signal.SIGUSR2, {"TimeLimit": "00:01:00"}, "TIMEOUT"),
+        (signal.SIGUSR2, {"PreemptTime": "2026-11-30T05:00:00"}, "PREEMPTED"),
+        (signal.SIGTERM, {"PreemptTime": "2026-11-30T05:00:00"}, "PREEMPTED"),
+        (signal.SIGTERM, {"Reason": "TimeLimit", "JobState": "COMPLETING"}, "TIMEOUT"),
+        (signal.SIGTERM, {"Reason": "None", "JobState": "COMPLETING"}, "KILLED"),
+    ],
+)
+def test_a_signal_means_what_slurmctld_says_of_the_job(monkeypatch, number, facts, state):
+    """Also where the warning came before the job could hear it, and the end of its time is the first that it hears."""
+    monkeypatch.setattr(requeue, "describe", lambda job_id: facts)
+    assert requeue.notice(number, "7_0").state == state
 
 
 def test_a_run_requeues_its_own_task_and_not_its_array(monkeypatch):

@@ -24,8 +24,9 @@ from pathlib import Path
 state = run / "state"
 first = int(state.read_text()) + 1 if state.exists() else 1
 def save(*_):
-    state.write_text(str(len((run / "metrics.jsonl").read_text().splitlines())))
-    sys.exit(5)
+    metrics = run / "metrics.jsonl"
+    state.write_text(str(len(metrics.read_text().splitlines()) if metrics.exists() else 0))
+    sys.exit(4)
 signal.signal(signal.SIGUSR2, save)
 beat("starting", first - 1)
 for step in range(first, steps + 1):
