@@ -31,7 +31,7 @@ SUBMITTED = ("queue.json", "submit.lock")
 YOUNG_S = 3600.0
 """A copy of the code younger than this may be that of a submit in progress."""
 TRAJECTORIES = "diverged_batch.pkl"
-"""What ``molt_core.loop`` writes into an attempt's folder."""
+"""What ``molt_core.divergence`` writes into an attempt's folder."""
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,7 @@ def _ended(run: RunFolder, work: dict[str, int], jobs: dict[str, str]) -> bool:
     end = run.end
     if end is None or end.get("requeued"):
         return False
-    if (
-        run.name in jobs
-    ):  # one job an attempt, and requeues of it: a later job is another attempt to come
+    if run.name in jobs:  # a later job than the last attempt's is another attempt to come
         return jobs[run.name] == job_of(read_json(run.attempts[-1] / "start.json") or {})
     return not is_asked_for(run, work)
 
@@ -116,7 +114,7 @@ def after(folder: RunFolder, *, goes_back: bool) -> None:
     except (
         CannotTell,
         OSError,
-    ) as error:  # a full disk, a folder that is gone: no reason to fail a job
+    ) as error:  # a full disk or a lost folder is no reason to fail a job
         print(f"no notice was sent: {error}", file=sys.stderr)
 
 

@@ -152,7 +152,9 @@ def main(
                 outcomes = [statuses[name] for name in choice.forced]
                 went = restart(folder, names, default_uri(runs), outcomes) if names else {}
             refusals += len(choice.refused)
-            told |= {name: {"does": "goes on", "how": how} for name, how in went.items()}
+            for name, how in went.items():
+                does = "waits" if how.startswith("not sent") else "goes on"
+                told[name] = {"does": does, "how": how}
             told |= {name: {"does": "refused", "how": why} for name, why in choice.refused}
     except (FileNotFoundError, SlurmError) as error:
         typer.echo(str(error), err=True)

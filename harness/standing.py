@@ -30,6 +30,7 @@ WAITS_FOR = {
     "DependencyNeverSatisfied": "what it needs has failed",
     "BeginTime": "Slurm lets a requeued job rest for a while",
     "JobArrayTaskLimit": "as many of this submit work as may at once",
+    "PartitionTimeLimit": "its time limit is over the partition's",
     "BadConstraints": "no node is left that it may use",
     "JobHeldUser": "held; `scontrol release` lets it go",
     "JobHeldAdmin": "held by the cluster's people",

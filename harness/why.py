@@ -84,7 +84,8 @@ def find_run(
     partly = [run for run in every if name in run.name]
     order = {f: (read_json(f / "queue.json") or {"order": []})["order"] for f in folders}
     current = [run for run in partly if run.name in order[run.path.parent]]
-    found = exact or current or partly
+    begin = [run for run in current if run.name.startswith(name)]  # not a control of that arm too
+    found = exact or begin or current or partly
     if len(found) == 1:
         return found[0]
     listed = ", ".join(run.name for run in found or every)

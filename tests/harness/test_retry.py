@@ -170,3 +170,18 @@ def test_a_run_that_goes_on_here_is_slurms_no_longer(make_run, lab, monkeypatch)
     restart(scale, [folder.name], "", [status("DIVERGED", folder.name)])
     assert read_json(scale / "slurm.json") == {"molt-s1-00000000": "7_1"}
     assert forced(folder) == [["DIVERGED"]]
+
+
+LOST = {"state": "INFRA", "reason": "INFRA: x", "duration_s": 1.0}
+
+
+def test_a_run_that_was_not_sent_is_not_said_to_go_on(make_run, monkeypatch):
+    folder = make_run()
+    ask(folder.path.parent, [folder.name], [folder.name])
+    write_json(folder.new_attempt() / "end.json", LOST)
+    how = "not sent: it needs warmup-1"
+    monkeypatch.setattr(retry, "restart", lambda scale, names, *_: dict.fromkeys(names, how))
+    app = typer.Typer()
+    app.command()(retry.main)
+    result = CliRunner().invoke(app, ["--runs", str(folder.path.parents[2])])
+    assert result.output.strip() == f"{folder.name}: waits: {how}"
