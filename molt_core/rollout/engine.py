@@ -7,6 +7,7 @@ filled from the model's own generation config, and the trainer would score anoth
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -339,6 +340,8 @@ class Engine:
 
     def shutdown(self) -> None:
         """End vLLM's process. One on the CPU is killed at once: it has no device to release, and tidies up for seconds."""
+        if self._on_cpu:
+            logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)  # it warns of just that
         self._llm.shutdown(timeout=0.0 if self._on_cpu else None)
 
 
