@@ -60,7 +60,7 @@ def grpo(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
 def dr_grpo(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     """``R_i - mean_G R``: GRPO without the division by the standard deviation, which favours prompts of little variance.
 
-    Liu et al. 2025 (arXiv 2503.20783), section 3.2; the paper's constant length normalisation is ``aggregation: constant``.
+    Liu et al. 2025 (arXiv 2503.20783), section 3.2 (unnumbered); its constant in place of lengths is ``aggregation: constant``.
     A group of one sample has advantage 0.
     """
     return _centred(tokens.reward, tokens.group)[0][tokens.rollout].float()
@@ -81,7 +81,8 @@ def rloo(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
 def reinforce_pp_baseline(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     """``R_i - mean_G R`` for every token of rollout i, whitened over all sampled tokens of the batch.
 
-    Hu et al. 2025 (arXiv 2501.03262), REINFORCE++ with baseline. A group of one sample enters as 0, before the whitening.
+    REINFORCE++ with baseline: Hu et al. 2025 (arXiv 2501.03262v2), appendix A, normalised by its equation 10. A group of one
+    sample enters as 0, before the whitening.
     """
     return _whitened(_centred(tokens.reward, tokens.group)[0][tokens.rollout]).float()
 
@@ -101,9 +102,9 @@ def reinforce_pp(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor
     """REINFORCE++: discounted return of a token-level reward, whitened over all sampled tokens of the batch.
 
     ``r_t = -kl.coef (log pi - log pi_ref)_t + R [t last]``, ``G_t = r_t + gamma G_{t+1}``, ``A = (G - mean) / std``
-    (biased std, variance not below 1e-8). Hu 2025 (arXiv 2501.03262), section 3. pi is the policy that is stepped (see ``kl``).
-    t counts sampled tokens only, over all segments: a tool's answer is not a step. Raises ValueError for a KL coefficient
-    without a reference policy.
+    (biased std, variance not below 1e-8). Hu et al. 2025 (arXiv 2501.03262v2), equations 8 to 10, there without discount. pi
+    is the policy that is stepped (see ``kl``). t counts sampled tokens only, over all segments: a tool's answer is not a step.
+    Raises ValueError for a KL coefficient without a reference policy.
     """
     rewards = _token_rewards(tokens, config)
     return _whitened(discounted_returns(rewards, tokens.rollout, config.gamma)).float()

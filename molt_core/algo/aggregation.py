@@ -48,7 +48,7 @@ class WeightedRollout(NamedTuple):
 
 
 def token_mean(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
-    """Every sampled token alike: ``1 / N``. DAPO, Yu et al. 2025 (arXiv 2503.14476), its token-level loss, of a whole batch."""
+    """Every sampled token alike: ``1 / N``. DAPO, Yu et al. 2025 (arXiv 2503.14476v2), equation 12, of a whole batch."""
     count = len(tokens.rollout)
     return torch.full((count,), 1 / max(1, count), dtype=torch.float64)
 
@@ -64,7 +64,7 @@ def sequence_mean(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tenso
 def prompt_mean(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     """The mean over prompts of the mean over all tokens of a prompt's rollouts: ``1 / (n P)``, n tokens in the group, P groups.
 
-    The objective of DAPO, Yu et al. 2025 (arXiv 2503.14476), read as it stands: an expectation over prompts.
+    DAPO, Yu et al. 2025 (arXiv 2503.14476v2), equation 8, read as it stands: an expectation over prompts.
     """
     return _mean_of_means(tokens.group[tokens.rollout])
 

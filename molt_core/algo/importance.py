@@ -6,9 +6,9 @@ masked keeps its place in the aggregation: the gradient of a batch that is half 
 Schemes of ``algorithm.correction`` and their sources: tis, Yao et al. 2025 ("Your efficient RL framework secretly brings you
 off-policy RL training"); icepop, Ling Team 2025 (arXiv 2510.18855); sequence_masked_tis, Liu et al. 2025 ("When speed kills
 stability: demystifying RL collapse from the training-inference mismatch"), the geometric mean as the gate; binary_kl and tv,
-Qi et al. 2026 (arXiv 2602.04879), binary approximations with the thresholds of the authors' own runs, here as symmetric gates
-(theirs masks only what moves further away). Where a source gives a range of thresholds, those here are one choice from it: set
-the fields to choose another.
+Qi et al. 2026 (arXiv 2602.04879), equations 14 and 13, with the thresholds of the authors' own runs, here as symmetric gates
+(equation 12 masks only what moves further away). Where a source gives a range of thresholds, those here are one choice from it:
+set the fields to choose another.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def clipped(
     """PPO's clipped surrogate, with the asymmetric clip of DAPO and, where ``dual_clip`` c is set, the dual clip.
 
     ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r = policy over proximal policy; for A < 0 not above ``-c A``.
-    Schulman et al. 2017 (arXiv 1707.06347), equation 7; asymmetric bounds: Yu et al. 2025 (arXiv 2503.14476),
-    "Clip-Higher"; dual clip: Ye et al. 2020 (arXiv 1912.09729), "dual-clip PPO".
+    Schulman et al. 2017 (arXiv 1707.06347), equation 7; asymmetric bounds: Yu et al. 2025 (arXiv 2503.14476v2), equation 8;
+    dual clip: Ye et al. 2020 (arXiv 1912.09729), equation 5.
     """
     loss, metrics = _clipped_surrogate(
         ratio(tokens.logprobs, tokens.proximal_logprobs), tokens, config
@@ -85,8 +85,8 @@ def gspo(
     ``-min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)`` with ``s_t = sg[s] pi_t / sg[pi_t]``: the paper's GSPO-token,
     whose values are those of GSPO and whose gradient is too where all tokens of a rollout have one advantage. Otherwise each
     token keeps its own advantage and importance weight, and one that a correction rejects is not trained. The mean runs over
-    all segments. Zheng et al. 2025 (arXiv 2507.18071), "GSPO-token"; with ``aggregation: sequence_mean`` the sum over tokens
-    is their objective itself.
+    all segments. Zheng et al. 2025 (arXiv 2507.18071v2), equations 7 (s), 13 and 14 (GSPO-token); with ``aggregation:
+    sequence_mean`` the sum over tokens is equation 13 itself.
     """
     logs = log_ratio(tokens.logprobs, tokens.proximal_logprobs)
     s = sequence_mean(logs, tokens.sequence).exp().detach()
@@ -112,7 +112,7 @@ def cispo(
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """The policy gradient under a bounded importance weight: no token's gradient is cut off.
 
-    ``-min(r, 1 + clip_high) A log pi``, the weight without gradient. MiniMax 2025 (arXiv 2506.13585), objective "CISPO",
+    ``-min(r, 1 + clip_high) A log pi``, the weight without gradient. MiniMax 2025 (arXiv 2506.13585), equations 4 and 5,
     without a lower bound as in the runs of that paper: ``clip_low`` is not used.
     """
     r = ratio(tokens.logprobs.detach(), tokens.proximal_logprobs)
