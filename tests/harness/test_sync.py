@@ -302,7 +302,7 @@ def test_the_command_line_syncs_and_follows_every_experiment_to_the_end(store, p
     seen = []
     with hold(queue_lock(folder.path.parent)):
         follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        until(lambda: child_status(store, RunFolder(other)) is not None)
+        until(lambda: child_status(store, RunFolder(other)) is not None, 60)
         seen.append(follower.poll())
     told = json.loads(follower.communicate(timeout=60)[0])
     assert seen == [None] and follower.returncode == 0
