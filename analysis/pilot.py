@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from analysis.endpoint import Endpoint
 from analysis.load import Experiment, load_experiment
 from analysis.plan import MOST_ALPHA, Plan
-from analysis.power import PilotSpread
+from analysis.sample_size import PilotSpread
 from analysis.summaries import SummaryError, summarise
 
 LEAST_RUNS = 2

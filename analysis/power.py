@@ -13,7 +13,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +24,7 @@ from analysis.endpoint import Endpoint
 from analysis.sample_size import (
     RUNS,
     TARGET_POWER,
+    PilotSpread,
     PowerRow,
     needed_runs,
     non_inferiority_power,
@@ -32,16 +32,6 @@ from analysis.sample_size import (
     smallest_margin,
     tost_power,
 )
-
-
-@dataclass(frozen=True)
-class PilotSpread:
-    """Spread between runs on the tested scale (logarithms for a ratio), of a candidate and the baseline, from a pilot."""
-
-    candidate: str
-    sd: float
-    sd_baseline: float
-    df: float
 
 
 def outlook(endpoint: Endpoint, n: int, pilot: PilotSpread | None, *, alpha: float = 0.05) -> str:

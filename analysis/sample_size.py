@@ -106,6 +106,16 @@ def runs_for_difference(
 
 
 @dataclass(frozen=True)
+class PilotSpread:
+    """Spread between runs on the tested scale (logarithms for a ratio), of a candidate and the baseline, from a pilot."""
+
+    candidate: str
+    sd: float
+    sd_baseline: float
+    df: float
+
+
+@dataclass(frozen=True)
 class NeededRuns:
     """Runs a side that would settle equivalence: at the lower bound of the spread, its estimate, its upper bound.
 

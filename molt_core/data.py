@@ -9,37 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from molt_core.agents import shapes
 from molt_core.config import TaskConfig
 from molt_core.rows import DataError, Row, Split, read_split
+from molt_core.types import Item
 
-__all__ = ["DataError", "Item", "PromptSource", "Split", "prompt_source"]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One question before rendering: chat messages with places for ``images`` (``[height, width, 3]`` uint8); its answer."""
-
-    prompt_id: str
-    messages: tuple[Mapping[str, Any], ...]
-    images: tuple[np.ndarray, ...] = ()
-    answer: Any = None
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-    def digest(self) -> bytes:
-        """sha256 over everything in it."""
-        digest = hashlib.sha256(
-            repr((self.prompt_id, self.messages, self.answer, self.info)).encode()
-        )
-        for image in self.images:
-            digest.update(str(image.shape).encode() + image.tobytes())
-        return digest.digest()
+__all__ = ["DataError", "PromptSource", "Split", "prompt_source"]
 
 
 class PromptSource:
@@ -88,8 +69,6 @@ def prompt_source(task: TaskConfig, split: Split, seed: int) -> PromptSource:
 
     Held-out items are the same for every seed, in a fixed order. Raises DataError for files, ValueError for task.variant.
     """
-    from molt_core.agents import shapes
-
     train = split == "train"
     if task.source == shapes.NAME:
         variant = shapes.ShapesVariant.from_config(task.variant)

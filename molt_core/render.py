@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from molt_core.data import Item
 from molt_core.models.load import END_OF_TURN
-from molt_core.types import ImageInput, Prompt
+from molt_core.types import ImageInput, Item, Prompt
 
 _TEMPLATES_KEPT = 4096
 

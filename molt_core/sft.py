@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from molt_core.agents.base import make_grader
+from molt_core.agents.load import make_grader
 from molt_core.config import OptimizerConfig, RunConfig, WarmupConfig, load_run_config
 from molt_core.data import PromptSource, prompt_source
 from molt_core.models.load import (

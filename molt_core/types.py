@@ -9,6 +9,7 @@ losses, books) reads these arrays; nothing re-tokenises.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,26 @@ NOT_SAMPLED = -1
 
 class ContractError(ValueError):
     """A trajectory, rollout or group that breaks the data contract; the message names the field and the position."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question before rendering: chat messages with places for ``images`` (``[height, width, 3]`` uint8); its answer."""
+
+    prompt_id: str
+    messages: tuple[Mapping[str, Any], ...]
+    images: tuple[np.ndarray, ...] = ()
+    answer: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def digest(self) -> bytes:
+        """sha256 over everything in it."""
+        digest = hashlib.sha256(
+            repr((self.prompt_id, self.messages, self.answer, self.info)).encode()
+        )
+        for image in self.images:
+            digest.update(str(image.shape).encode() + image.tobytes())
+        return digest.digest()
 
 
 @dataclass(frozen=True, eq=False)

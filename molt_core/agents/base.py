@@ -16,12 +16,10 @@ Name it in the configuration as ``task.agent: package.module:Twice``; the class 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from molt_core.config import TaskConfig
 from molt_core.types import ImageInput, Prompt
 
 Grader = Callable[[Any, str], float]
@@ -65,32 +63,3 @@ class Agent(Protocol):
     """One instance serves all episodes of a worker at once: keep what belongs to an episode in local variables of ``run``."""
 
     async def run(self, context: Context) -> Result: ...
-
-
-def load_agent(task: TaskConfig) -> Agent:
-    """The agent that ``task`` names. Raises ValueError for a name that cannot be imported or is no agent."""
-    from molt_core.agents.single_turn import SingleTurnAgent
-
-    if task.agent == "single_turn":
-        return SingleTurnAgent(make_grader(task))
-    module, _, attribute = task.agent.partition(":")
-    if not attribute:
-        raise ValueError(
-            f"task.agent: {task.agent!r} is neither 'single_turn' nor 'package.module:Class'"
-        )
-    try:
-        agent = getattr(importlib.import_module(module), attribute)(task)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"task.agent: {task.agent!r} cannot be imported: {error}") from error
-    if not isinstance(agent, Agent):
-        raise ValueError(f"task.agent: {task.agent!r} has no method 'async def run(self, context)'")
-    return agent
-
-
-def make_grader(task: TaskConfig) -> Grader:
-    """The grader of a built-in task, exact match of the stripped text for rows from files."""
-    from molt_core.agents import shapes, single_turn
-
-    if task.source == shapes.NAME:
-        return shapes.ShapesVariant.from_config(task.variant).grade
-    return single_turn.exact_match

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from molt_core.data import Item
+from molt_core.types import Item
 
 NAME = "shapes"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from molt_core.agents.base import load_agent
+from molt_core.agents.load import load_agent
 from molt_core.config import RunConfig, SamplingConfig
 from molt_core.data import prompt_source
 from molt_core.models.load import eos_token_id, excluded_token_ids

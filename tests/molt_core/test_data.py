@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from molt_core.config import TaskConfig
-from molt_core.data import DataError, Item, PromptSource, prompt_source
+from molt_core.data import DataError, PromptSource, prompt_source
+from molt_core.types import Item
 
 PIXELS = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoProcessor
 
 from molt_core.agents.shapes import ShapesVariant
-from molt_core.data import Item
 from molt_core.models.load import load_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.render import Renderer, collapse
 from molt_core.train.collate import mrope_positions
+from molt_core.types import Item
 
 SHAPES = {"text": (), "one": ((32, 32),), "two": ((32, 48), (64, 32)), "resized": ((50, 30),)}
 """Heights and widths of a prompt's pictures; the last is no multiple of the patch and is resized by the processor."""

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from molt_core import sft
 from molt_core.config import RunConfig, TrainerConfig, WarmupConfig
-from molt_core.data import Item, PromptSource, prompt_source
+from molt_core.data import PromptSource, prompt_source
 from molt_core.models.load import content_hash, eos_token_id, excluded_token_ids, load_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.render import Renderer
 from molt_core.train.collate import collate
+from molt_core.types import Item
 from tests.harness.trainer_cases import oracle_logits
 
 MEGATRON = "harness.baselines.megatron_core:MegatronCoreBackend"

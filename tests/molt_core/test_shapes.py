@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from molt_core.agents.base import Generation, load_agent
+from molt_core.agents.base import Generation
+from molt_core.agents.load import load_agent
 from molt_core.agents.shapes import PALETTE, ShapesVariant
 from molt_core.config import TaskConfig
 from molt_core.data import prompt_source
