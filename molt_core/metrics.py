@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from molt_core.train.worker import ProbeResult, StepResult
 
 
+def attempts_made(run_dir: Path) -> int:
+    """The number of the last attempt at a run, 0 before the first."""
+    folders = (Path(run_dir) / "attempts").glob("[0-9]*")
+    return max((int(f.name) for f in folders if f.name.isdecimal()), default=0)
+
+
 class RunWriter:
     """Appends records, line by line and flushed; replaces the heartbeat atomically."""
 

@@ -60,11 +60,7 @@ def warm_up(config: RunConfig, out: Path, console: Console | None = None) -> dic
 
     Raises ValueError without a warmup section and FileExistsError where ``out`` exists.
     """
-    if config.warmup is None:
-        raise ValueError("the configuration has no warmup section")
-    if out.exists():
-        raise FileExistsError(f"{out} exists; a finished warm-up is never made again in its place")
-    source = resolve_checkpoint(config.model, out.parent / "models")
+    source = beginning(config, out)
     excluded = torch.tensor(excluded_token_ids(source))
     renderer, eos, sampling = Renderer(source), eos_token_id(source), config.rollout.sampling
     with atomic_folder(out) as folder:
@@ -85,6 +81,15 @@ def warm_up(config: RunConfig, out: Path, console: Console | None = None) -> dic
         }
         (folder / "warmup.json").write_text(json.dumps(record, indent=2) + "\n")
     return record
+
+
+def beginning(config: RunConfig, out: Path) -> Path:
+    """The folder that training begins from; raises as ``warm_up`` does, before it starts anything."""
+    if config.warmup is None:
+        raise ValueError("the configuration has no warmup section; add one, e.g. warmup: {}")
+    if out.exists():
+        raise FileExistsError(f"{out} exists; a finished warm-up is never made again in its place")
+    return resolve_checkpoint(config.model, out.parent / "models")
 
 
 def _train(config: RunConfig, source: Path, folder: Path, shown: bool) -> list[float]:
@@ -278,7 +283,12 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the checkpoint to write")],
 ) -> None:
     """Warm up a policy with a few supervised steps and write it as a Hugging Face folder."""
-    run = load_run_config(config)
+    try:
+        run = load_run_config(config)
+        beginning(run, out)
+    except (ValueError, OSError) as error:
+        typer.echo(f"{config}: {error}", err=True)
+        raise typer.Exit(2) from error
     torch.set_num_threads(run.trainer.threads)
     console = Console()
     record = warm_up(run, out, console)

@@ -1,8 +1,9 @@
-"""Train a policy:  python -m molt_core.train CONFIG.yaml --checkpoint FOLDER --run-dir RUN [--attempt N]
+"""Train a policy:  python -m molt_core.train CONFIG.yaml --run-dir RUN [--checkpoint FOLDER] [--attempt N]
 
-CONFIG is a ``molt_core.config.RunConfig``. Writes RUN/metrics.jsonl, RUN/heartbeat.json and RUN/checkpoints, and goes on from
-the newest complete checkpoint that is there already. Exit codes: 0 success, 2 bad configuration, 3 the run ended by its own
-judgement (the reason is in RUN/attempts/NN/reason.json and on the last line), 4 it was told to save and stop, and did.
+CONFIG is a ``molt_core.config.RunConfig`` (``molt_core/example.yaml`` is a short one). Writes RUN/metrics.jsonl,
+RUN/heartbeat.json and RUN/checkpoints, and goes on from the newest complete checkpoint that is there already. Exit codes:
+0 success, 2 bad configuration, 3 the run ended by its own judgement (the reason is in RUN/attempts/NN/reason.json and on the
+last line), 4 it was told to save and stop, and did.
 
 SIGUSR2 to this process, and to no child of it, is "save now and stop": the step in progress is finished and recorded, a
 checkpoint of it completed, and the process ends with exit code 4; the same command goes on from there. So the lead at which
@@ -27,10 +28,11 @@ from pydantic import ValidationError
 from molt_core.algo.advantages import advantage_function
 from molt_core.algo.losses import loss_function
 from molt_core.algo.registry import load_plugins
-from molt_core.config import load_run_config
+from molt_core.config import RunConfig, load_run_config
 from molt_core.divergence import Diverged
 from molt_core.loop import EverythingDropped, Loop
-from molt_core.metrics import RunWriter
+from molt_core.metrics import RunWriter, attempts_made
+from molt_core.models.load import resolve_checkpoint
 from molt_core.placement import PlacementError
 from molt_core.rollout.engine import EngineError
 from molt_core.rollout.pool import BooksError
@@ -91,28 +93,52 @@ def own_words(error: BaseException) -> str:
     return str(error)
 
 
+def initial_policy(config: RunConfig, given: Path | None, run_dir: Path) -> Path:
+    """The folder that a run begins from: what was given, else the model of the configuration.
+
+    Raises FileNotFoundError for a folder without a model, and ValueError where a warm-up is to come first.
+    """
+    if given is not None:
+        if not (given / "config.json").is_file():
+            raise FileNotFoundError(
+                f"--checkpoint {given}: not a Hugging Face model folder (no config.json)"
+            )
+        return given.resolve()
+    if config.warmup is not None:
+        raise ValueError(
+            "a warmup section, and no --checkpoint: make its policy with python -m molt_core.sft CONFIG --out FOLDER and give "
+            "--checkpoint FOLDER, or remove the section"
+        )
+    return resolve_checkpoint(config.model, run_dir.parent / "models").resolve()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m molt_core.train", description=(__doc__ or "").split("\n\n")[1]
     )
     parser.add_argument("config", type=Path, help="resolved run configuration (YAML)")
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="initial Hugging Face folder"
+        "--checkpoint",
+        type=Path,
+        help="Hugging Face folder of the initial policy (default: the configuration's model)",
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="where the record goes")
-    parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--attempt", type=int, help="number of this attempt (default: the next)")
     arguments = parser.parse_args(argv)
+    run_dir = arguments.run_dir
     try:
         config = load_run_config(arguments.config)
         load_plugins(config.algorithm.plugins)
         advantage_function(config.algorithm.advantage), loss_function(config.algorithm.loss)
+        policy = initial_policy(config, arguments.checkpoint, run_dir)
     except (ValidationError, ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2
-    writer = RunWriter(arguments.run_dir, arguments.attempt, config.loop.steps)
+    attempt = arguments.attempt or attempts_made(run_dir) + 1
+    writer = RunWriter(run_dir, attempt, config.loop.steps)
     start_ray(config.engine.count + config.trainer_processes)
     try:
-        finished = asyncio.run(train(Loop(config, arguments.checkpoint.resolve(), writer)))
+        finished = asyncio.run(train(Loop(config, policy, writer)))
     except Exception as error:
         reason = reason_of(error)
         if reason is None:

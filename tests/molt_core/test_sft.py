@@ -216,12 +216,15 @@ def test_command_writes_the_folder(tmp_path):
         "model: {builtin: tiny-qwen3-vl-moe}\ntask: {source: shapes, eval_items: 8}\n"
         "warmup: {steps: 2, rows_per_step: 4}\n"
     )
+    arguments = [str(file), "--out", str(tmp_path / "checkpoint")]
     app = typer.Typer()
     app.command()(sft.main)
-    result = CliRunner().invoke(app, [str(file), "--out", str(tmp_path / "checkpoint")])
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "warm-up done" in result.output
     load_policy(tmp_path / "checkpoint")
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 2 and "exists; a finished warm-up is never made again" in again.output
 
 
 def test_a_configuration_without_warmup_is_refused(tmp_path):

@@ -1,7 +1,16 @@
-"""What a run's processes import at their start: seconds that every run of an experiment pays, one process after the other."""
+"""What a run's processes import at their start, and what its command refuses before it starts any."""
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from molt_core.metrics import attempts_made
+from molt_core.train import __main__ as command_line
+
+EXAMPLE = Path(__file__).parents[2] / "molt_core" / "example.yaml"
 
 
 def test_the_driver_pays_for_no_model_code():
@@ -13,3 +22,49 @@ def test_the_driver_pays_for_no_model_code():
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs the command on the example with changes; returns what it says when it starts nothing and ends with 2."""
+
+    def run(changes: dict, *arguments: str) -> str:
+        data = yaml.safe_load(EXAMPLE.read_text())
+        for key, value in changes.items():
+            data.pop(key) if value is None else data.update({key: value})
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(data))
+        monkeypatch.setattr(command_line, "start_ray", lambda places: pytest.fail("it started"))
+        given = [str(config), "--run-dir", str(tmp_path / "run"), *arguments]
+        assert command_line.main(given) == 2
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_policy_whose_warm_up_nobody_made_is_refused(refused):
+    assert "python -m molt_core.sft CONFIG --out FOLDER" in refused({})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"builtin": "huge"}}, "model.builtin: 'huge' is unknown"),
+        ({"model": {"path": "nowhere"}}, "model.path: nowhere is not a Hugging Face"),
+        ({"trainr": {}}, "trainr"),
+    ],
+)
+def test_what_the_configuration_has_wrong_is_named_before_anything_starts(refused, changes, said):
+    assert said in refused({"warmup": None, **changes})
+
+
+def test_a_folder_without_a_model_is_named_before_anything_starts(refused, tmp_path):
+    assert f"--checkpoint {tmp_path}: not a" in refused({}, "--checkpoint", str(tmp_path))
+
+
+def test_attempts_are_counted_by_their_folders(tmp_path):
+    assert attempts_made(tmp_path) == 0
+    for name in ("01", "02", "11", "notes"):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+    assert attempts_made(tmp_path) == 11
