@@ -136,7 +136,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     attempt = arguments.attempt or attempts_made(run_dir) + 1
     writer = RunWriter(run_dir, attempt, config.loop.steps)
-    start_ray(config.engine.count + config.trainer_processes)
+    engines, ranks = config.engine.count, config.trainer_processes
+    print(f"starting: engines {engines}, trainer processes {ranks}, policy {policy}", flush=True)
+    start_ray(engines + ranks)
     try:
         finished = asyncio.run(train(Loop(config, policy, writer)))
     except Exception as error:
@@ -151,7 +153,11 @@ def main(argv: list[str] | None = None) -> int:
         return 3
     finally:
         ray.shutdown()
-    return 0 if finished else EXIT_STOPPED
+    if not finished:
+        print(f"stopped as it was told, its state saved in {writer.checkpoints}", flush=True)
+        return EXIT_STOPPED
+    print(f"done: the trained policy is {writer.policy_folder}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
