@@ -21,24 +21,25 @@ import asyncio
 import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from molt_core import metrics
 from molt_core.algo.aggregation import weighted_rollouts
+from molt_core.algo.kl import next_coefficient
 from molt_core.config import RunConfig
 from molt_core.data import prompt_source
 from molt_core.divergence import check_finite
 from molt_core.placement import Reserved, reserve
 from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.refit import RefitReport
-from molt_core.rollout.worker import RolloutWorker
+from molt_core.rollout.worker import WorkerGroup
 from molt_core.train.checkpoint import Checkpoint, CheckpointStore, Saver
 from molt_core.train.worker import ProbeResult, StepResult, TrainerGroup
-from molt_core.types import Batch, ContractError, Group, Trajectory
+from molt_core.types import Batch
 
 FUTILE_BATCHES = 8
 """Batches' worth of groups dropped in a row, without one kept, after which a run gives up."""
@@ -67,6 +68,8 @@ class Loop:
         self.failure: BaseException | None = None
         self.reward_sums = metrics.RewardSums()
         self.optimizer_steps = 0
+        self.algorithm = config.algorithm
+        """What the next step trains by: ``kl.coef`` is steered where it has a target."""
         self.tokens_before: Counter[str] = Counter()
         """Tokens that engines of earlier attempts sampled, by what they were for."""
         self.stop_requested = False
@@ -103,9 +106,9 @@ class Loop:
         finally:
             for task in self.tasks:
                 task.cancel()
-            ends = (worker.shutdown.remote() for worker in self.workers)
             # The save in progress is completed, also of a run that diverged; a dead engine must not hide why it died.
-            await asyncio.gather(self.saver.wait(), *ends, return_exceptions=True)
+            ends = self.saver.wait(), *self.workers.call("shutdown")
+            await asyncio.gather(*ends, return_exceptions=True)
         return True
 
     def _newest_checkpoint(self) -> Checkpoint | None:
@@ -119,21 +122,12 @@ class Loop:
 
     async def _start(self, places: Reserved) -> None:
         """Bring up engines and trainer side by side, each on its place, and connect them."""
-        engine = self.config.engine
-        threads = {"OMP_NUM_THREADS": str(engine.threads)}
-        remote = ray.remote(
-            max_concurrency=1000,
-            concurrency_groups={"clocks": 1},
-            runtime_env={"env_vars": threads},
-        )(RolloutWorker)
-        self.workers = [
-            remote.options(**place).remote(self.config, self.checkpoint) for place in places.engines
-        ]
-        self.trainer, *_ = await asyncio.gather(
+        self.workers = WorkerGroup.create(self.config, self.checkpoint, places.engines)
+        self.trainer, _ = await asyncio.gather(
             TrainerGroup.start(self.config, self.checkpoint, places.ranks),
-            *(worker.start.remote() for worker in self.workers),
+            self.workers.everywhere("start"),
         )
-        await self.trainer.connect(self.workers, engine.tensor_parallel)
+        await self.trainer.connect(self.workers.workers, self.config.engine.tensor_parallel)
         self.saver = Saver(self.store, self.trainer, self.checkpoint)
 
     async def _begin(self) -> int:
@@ -148,12 +142,7 @@ class Loop:
     async def _resume(self, saved: Checkpoint) -> int:
         """Take over what ``saved`` holds and probe it; returns the step that is done."""
         await self.trainer.load(saved.trainer)
-        state = saved.loop_state()
-        self.pool.restore(state["pool"])
-        self.optimizer_steps = state["optimizer_steps"]
-        self.dropped_in_a_row = state["dropped_in_a_row"]
-        self.tokens_before.update(state["engine_tokens"])
-        self.tokens_before["train"] = self.pool.tokens.generated
+        self._restore(saved.loop_state())
         await self._refit(self.pool.version)
         probe = await self._probe(due=True)
         # This probe was counted when the step was recorded.
@@ -167,17 +156,10 @@ class Loop:
     # Generation
 
     def _dispatch(self) -> None:
-        indices = self.pool.dispatch()
-        together = Counter(index % len(self.workers) for index in indices)
-        for index in indices:
-            number = index % len(self.workers)
-            arguments = (index, self.pool.version, together[number])
-            task = asyncio.create_task(self._generate(self.workers[number], *arguments))
+        for group in self.workers.rollouts(self.pool.dispatch(), self.pool.version):
+            task = asyncio.ensure_future(group)
             self.tasks.add(task)
             task.add_done_callback(self._generated)
-
-    async def _generate(self, worker: Any, index: int, version: int, together: int) -> Group:
-        return await worker.rollout.remote(index, version, together)
 
     def _generated(self, task: asyncio.Task) -> None:
         """A group has arrived: book it, replace it where it was dropped, wake the trainer."""
@@ -221,7 +203,7 @@ class Loop:
         batch: Batch = await self._until(self.pool.take)
         lags = self.pool.lags(batch)
         waited = time.time() - waiting
-        result = await self._train(step, batch)
+        result, figures = await self._train(step, batch)
         if self.pool.lockstep:
             waiting = time.time()
             await self._until(lambda: not self.pool.running)
@@ -275,7 +257,7 @@ class Loop:
                 "tokens_evaluation": engine_tokens["eval"],
                 "tokens_probe": engine_tokens["probe"],
                 **metrics.batch(batch),
-                **metrics.training(result, self.config.optimizer.clip_norm),
+                **figures,
                 **(metrics.probe(probe) if probe else {}),
                 **evaluation,
                 **checkpoint,
@@ -289,8 +271,8 @@ class Loop:
             self._dispatch()
         return not stops
 
-    async def _train(self, step: int, batch: Batch) -> StepResult:
-        """One optimiser step. Raises Diverged, with the batch on disk (``divergence.check_finite``).
+    async def _train(self, step: int, batch: Batch) -> tuple[StepResult, dict[str, Any]]:
+        """One optimiser step, and its figures for the record. Raises Diverged (``divergence.check_finite``).
 
         A critic steps first: where the policy's numbers are the bad ones, it has stepped on that batch.
         """
@@ -300,14 +282,20 @@ class Loop:
         if values is not None:
             numbers = {"largest value of the critic": np.abs(values).max()}
             self._finite(step, numbers, batch=batch, values=values)
-        rollouts = weighted_rollouts(batch, self.config.algorithm, frozen, values)
+        rollouts = weighted_rollouts(batch, self.algorithm, frozen, values)
         hold = step <= self.config.steps_without_policy
-        result = await self.trainer.step(rollouts, hold)
+        result = await self.trainer.step(rollouts, self.algorithm, hold)
         found = {"batch": batch, "rollouts": rollouts}
         self._finite(step, result.decisive, stepped=result.stepped, **found)
         self.optimizer_steps += result.stepped
         self.pool.trained(batch, int(result.sums["tokens"]))
-        return result
+        figures, kl = metrics.training(result, self.config.optimizer.clip_norm), self.algorithm.kl
+        if kl.target is not None:
+            figures["kl_coef"] = kl.coef
+            if result.stepped:
+                coef = next_coefficient(kl.coef, figures["kl_reference"], kl.target, kl.gain)
+                self.algorithm = self.algorithm.with_kl_coef(coef)
+        return result, figures
 
     def _finite(self, step: int, numbers: dict[str, float], **more: Any) -> None:
         check_finite(step, numbers, self.writer, self.store, **more)
@@ -318,13 +306,24 @@ class Loop:
             "optimizer_steps": self.optimizer_steps,
             "dropped_in_a_row": self.dropped_in_a_row,
             "engine_tokens": engine_tokens,
+            "kl_coef": self.algorithm.kl.coef,
         }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``_state`` was, of a run with the same prompts."""
+        self.pool.restore(state["pool"])
+        self.optimizer_steps = state["optimizer_steps"]
+        self.dropped_in_a_row = state["dropped_in_a_row"]
+        self.tokens_before.update(state["engine_tokens"])
+        self.tokens_before["train"] = self.pool.tokens.generated
+        if self.algorithm.kl.target is not None:
+            self.algorithm = self.algorithm.with_kl_coef(state["kl_coef"])
 
     async def _refit(self, version: int) -> RefitReport:
         """Give the engines the trainer's weights as ``version``."""
-        await asyncio.gather(*(worker.pause.remote() for worker in self.workers))
-        report = await self.trainer.send_weights(self.workers)
-        await asyncio.gather(*(worker.resume.remote(version) for worker in self.workers))
+        await self.workers.everywhere("pause")
+        report = await self.trainer.send_weights(self.workers.workers)
+        await self.workers.everywhere("resume", version)
         self.pool.version = version
         return report
 
@@ -339,50 +338,27 @@ class Loop:
             if not self.pool.lockstep:
                 self._dispatch()
             return None
-        rows = await self._fresh_tokens(0)
+        rows = await self.workers.fresh_tokens(self.pool.version, 0)
         if not self.pool.lockstep:
             self._dispatch()
         result = await self.trainer.score(rows)
         if result.p99 > self.config.probe.doubt_above:
-            more = range(1, 1 + DOUBTFUL_PROBE_PARTS)
-            parts = [await self.trainer.score(await self._fresh_tokens(part)) for part in more]
-            result = ProbeResult.joined([result, *parts])
+            for part in range(1, 1 + DOUBTFUL_PROBE_PARTS):
+                rows = await self.workers.fresh_tokens(self.pool.version, part)
+                result = ProbeResult.joined([result, await self.trainer.score(rows)])
         return result
-
-    async def _fresh_tokens(self, part: int) -> list[Trajectory]:
-        """At least ``probe.tokens`` action tokens of the engines' version; another ``part`` is another sample."""
-        length = min(self.config.probe.new_tokens, self.config.rollout.sampling.max_new_tokens)
-        count = -(-self.config.probe.tokens // length)
-        each = -(-count // len(self.workers))
-        probes = await asyncio.gather(
-            *(worker.probe.remote(each, self.pool.version, part) for worker in self.workers)
-        )
-        rows = [row for probe in probes for row in probe]
-        if sum(row.action_tokens for row in rows) < self.config.probe.tokens:
-            raise ContractError(
-                f"a probe of {self.config.probe.tokens} tokens had room for fewer; raise model.max_length"
-            )
-        return rows
 
     def _evaluates(self, step: int) -> bool:
         return step % self.config.evaluation.every == 0 or step == self.config.loop.steps
 
     async def _evaluate(self) -> dict[str, float]:
         started = time.time()
-        indices = np.arange(self.config.task.eval_items)
-        shares = np.array_split(indices, len(self.workers))
-        results = await asyncio.gather(
-            *(worker.evaluate.remote(share.tolist()) for worker, share in zip(self.workers, shares))
-        )
-        return metrics.evaluation([r for share in results for r in share], time.time() - started)
+        return metrics.evaluation(await self.workers.evaluate(), time.time() - started)
 
     async def _engine_clocks(self) -> tuple[list[tuple[float, float]], Counter[str]]:
-        """Stretches of decoding since the last call, and tokens sampled so far by what they were for."""
-        clocks = await asyncio.gather(*(worker.busy.remote() for worker in self.workers))
-        tokens = Counter(self.tokens_before)
-        for _, sampled in clocks:
-            tokens.update(sampled)
-        return [stretch for stretches, _ in clocks for stretch in stretches], tokens
+        """Stretches of decoding since the last call, and tokens sampled so far, of earlier attempts too."""
+        stretches, tokens = await self.workers.clocks()
+        return stretches, self.tokens_before + tokens
 
     async def _close_books(self) -> None:
         """At the end the engines' own count of training tokens equals the books', with what is left in flight."""

@@ -133,12 +133,32 @@ class KLConfig(Strict):
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k2", description="k1 in the reward, k2 or k3 in the loss"
     )
+    target: float | None = Field(
+        None,
+        gt=0,
+        description="kl_reference, in nats a token, that coef is steered to from step to step; none: coef stays as it is",
+    )
+    gain: float = Field(
+        0.1, gt=0, le=1, description="share of the error, itself within 0.2, by which coef changes"
+    )
 
     @model_validator(mode="after")
     def _a_gradient_that_is_meant(self) -> KLConfig:
         where = "algorithm.kl."
+        if self.target is None and self.gain != type(self).model_fields["gain"].default:
+            raise ValueError(
+                f"{where}gain is not read without {where}target; remove it, or set one"
+            )
         if self.coef == 0:
+            if self.target is not None:
+                raise ValueError(
+                    f"{where}target steers a coefficient by factors, and 0 stays 0; set {where}coef to begin with"
+                )
             return self
+        if self.target is not None and self.base == "behaviour":
+            raise ValueError(
+                f"{where}target is a KL to the reference; set base: reference, or remove target"
+            )
         if self.place == "reward" and self.base == "behaviour":
             raise ValueError(
                 f"{where}base: behaviour is the policy that is rewarded: its KL to itself is 0; set base: reference"
@@ -223,6 +243,10 @@ class AlgorithmConfig(Strict):
                 "the clipped ratio alone; set algorithm.proximal: current, with a correction"
             )
         return self
+
+    def with_kl_coef(self, coef: float) -> AlgorithmConfig:
+        """The same with another ``kl.coef``, where a target steers it."""
+        return self.model_copy(update={"kl": self.kl.model_copy(update={"coef": coef})})
 
     @property
     def frozen_policies(self) -> tuple[str, ...]:

@@ -24,6 +24,9 @@ and minimising k1 would raise the divergence. No correction belongs there.
 
 from __future__ import annotations
 
+import math
+import sys
+
 import torch
 
 from molt_core.algo.losses import log_ratio
@@ -51,3 +54,17 @@ def kl_loss(
     """The penalty a token, ``[N]``, with gradient in ``logprobs``; ``sampled_from_base``: the base is the behaviour policy."""
     term = {"k2": k2, "k3": k3}[estimator]
     return term(base, logprobs) if sampled_from_base else term(logprobs, base)
+
+
+def next_coefficient(coef: float, measured: float, target: float, gain: float) -> float:
+    """The coefficient of the next step, from the KL that was measured at this one, in nats a token as ``target``.
+
+    ``e = clip(measured / target - 1, -0.2, 0.2)``, ``coef (1 + gain e)``: the log-space proportional controller of Ziegler et
+    al. 2019 (arXiv 1909.08593), section 2.2, where gain is 0.1. Theirs is the KL of a whole episode; the ratio is the same in
+    nats a token as long as lengths are. A horizon in episodes is this with ``gain = episodes a step / horizon``.
+    Stays positive and finite. Raises ValueError where ``measured`` is no number.
+    """
+    if math.isnan(measured):
+        raise ValueError("the KL to the reference is no number; algorithm.kl.target needs one")
+    error = min(max(measured / target - 1, -0.2), 0.2)
+    return min(max(coef * (1 + gain * error), sys.float_info.min), sys.float_info.max)

@@ -1,4 +1,4 @@
-"""A rollout worker: one engine, and the agents that call it, in one Ray actor.
+"""A rollout worker: one engine, and the agents that call it, in one Ray actor; and the loop's handle on all of them.
 
 A group of rollouts is one remote call; its agents run side by side as coroutines and talk to the engine in the same process,
 so no token crosses a process boundary on its own. Evaluation and probes use the same engine and keep books of their own.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import ray
 
 from molt_core.agents.load import load_agent
@@ -197,3 +199,65 @@ class RolloutWorker:
 
     async def shutdown(self) -> None:
         self.engine.shutdown()
+
+
+class WorkerGroup:
+    """All workers, as the loop sees them; prompts and held-out items are shared out among them."""
+
+    def __init__(self, workers: Sequence[Any], config: RunConfig) -> None:
+        self.workers, self.config = workers, config
+
+    @classmethod
+    def create(
+        cls, config: RunConfig, checkpoint: Path, places: Sequence[Mapping[str, Any]]
+    ) -> Self:
+        """places: of each worker, the options of its actor (``placement.Reserved.engines``)."""
+        remote = ray.remote(
+            max_concurrency=1000,
+            concurrency_groups={"clocks": 1},
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.engine.threads)}},
+        )(RolloutWorker)
+        return cls([remote.options(**p).remote(config, checkpoint) for p in places], config)
+
+    def call(self, method: str, *arguments: Any) -> list[Awaitable[Any]]:
+        """``method`` on each worker; their answers to come."""
+        return [getattr(worker, method).remote(*arguments) for worker in self.workers]
+
+    async def everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        """``method`` on each worker; their answers."""
+        return await asyncio.gather(*self.call(method, *arguments))
+
+    def rollouts(self, indices: Sequence[int], version: int) -> list[Awaitable[Group]]:
+        """The groups to come of the prompts at ``indices``, which are dispatched together at ``version``."""
+        together = Counter(index % len(self.workers) for index in indices)
+        return [
+            self.workers[number].rollout.remote(index, version, together[number])
+            for index, number in ((index, index % len(self.workers)) for index in indices)
+        ]
+
+    async def fresh_tokens(self, version: int, part: int) -> list[Trajectory]:
+        """At least ``probe.tokens`` action tokens of the engines' ``version``; another ``part`` is another sample."""
+        probe = self.config.probe
+        length = min(probe.new_tokens, self.config.rollout.sampling.max_new_tokens)
+        count = -(-probe.tokens // length)
+        each = -(-count // len(self.workers))
+        rows = sum(await self.everywhere("probe", each, version, part), [])
+        if sum(row.action_tokens for row in rows) < probe.tokens:
+            raise ContractError(
+                f"a probe of {probe.tokens} tokens had room for fewer; raise model.max_length"
+            )
+        return rows
+
+    async def evaluate(self) -> list[Rollout]:
+        """One rollout for each held-out item."""
+        shares = np.array_split(np.arange(self.config.task.eval_items), len(self.workers))
+        asked = (w.evaluate.remote(share.tolist()) for w, share in zip(self.workers, shares))
+        return sum(await asyncio.gather(*asked), [])
+
+    async def clocks(self) -> tuple[list[tuple[float, float]], Counter[str]]:
+        """Stretches of decoding since the last call, and tokens sampled so far by what they were for."""
+        stretches, tokens = [], Counter()
+        for stretches_of_one, sampled in await self.everywhere("busy"):
+            stretches += stretches_of_one
+            tokens.update(sampled)
+        return stretches, tokens

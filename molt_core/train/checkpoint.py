@@ -30,7 +30,7 @@ from molt_core.config import CheckpointConfig
 
 MARKER, LOOP_STATE, TRAINER = "complete.json", "loop.pickle", "trainer"
 SAVES = "saves.jsonl"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class CheckpointError(RuntimeError):

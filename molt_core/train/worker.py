@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from molt_core.algo.aggregation import WeightedRollout
+from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.registry import load_plugins
 from molt_core.config import ModelConfig, RunConfig
 from molt_core.models.layout import to_published
@@ -147,19 +148,24 @@ class TrainerRank(CriticRank):
         return self._backend(folder, model, steps=0)
 
     def step(
-        self, micro_batches: Sequence[Sequence[WeightedRollout]], hold: bool = False
+        self,
+        micro_batches: Sequence[Sequence[WeightedRollout]],
+        algorithm: AlgorithmConfig,
+        hold: bool = False,
     ) -> StepResult:
-        """hold: measure all and step nothing."""
-        self.accumulate(micro_batches)
+        """algorithm: this step's, in which ``kl.coef`` may be another than at the last. hold: measure all and step nothing."""
+        self.accumulate(micro_batches, algorithm)
         return self.finish(hold)
 
-    def accumulate(self, micro_batches: Sequence[Sequence[WeightedRollout]]) -> None:
+    def accumulate(
+        self, micro_batches: Sequence[Sequence[WeightedRollout]], algorithm: AlgorithmConfig
+    ) -> None:
         """A step up to its gradient; ``finish`` is the rest, for whom has to wait for something in between."""
         self.started = time.time()
         self.sums = forward_backward(
             self.backend,
             micro_batches,
-            algorithm=self.config.algorithm,
+            algorithm=algorithm,
             distribution=self.distribution,
         )
         self.accumulated = time.time()
@@ -280,8 +286,10 @@ class TrainerGroup(RankGroup):
             group.critic = CriticGroup(group.ranks, group.data_places, config)
         return group
 
-    async def step(self, rollouts: Sequence[WeightedRollout], hold: bool = False) -> StepResult:
-        """One step of the policy, unless it is on hold, and those of the critic.
+    async def step(
+        self, rollouts: Sequence[WeightedRollout], algorithm: AlgorithmConfig, hold: bool = False
+    ) -> StepResult:
+        """One step of the policy by ``algorithm``, unless it is on hold, and those of the critic.
 
         The policy's comes last, and not at all where the critic's numbers are not finite: who diverges stops both.
         Raises ValueError where routing is to be replayed and no row has a record of it.
@@ -290,11 +298,11 @@ class TrainerGroup(RankGroup):
             check_recorded(segment for one in rollouts for segment in one.segments)
         split = shares(rollouts, self.data_size, self.config.trainer)
         if self.critic is None:
-            return self._joined(await self.on_shares("step", split, hold))
+            return self._joined(await self.on_shares("step", split, algorithm, hold))
         apart, waiting = len(self.processes) > len(self.ranks), time.time()
         of_critic = asyncio.create_task(self.critic.step(rollouts))
         if apart:  # at the same time; else one after the other
-            await self.on_shares("accumulate", split)
+            await self.on_shares("accumulate", split, algorithm)
             waiting = time.time()
         critic = await of_critic
         critic_s = self._values_s + time.time() - waiting
@@ -302,7 +310,7 @@ class TrainerGroup(RankGroup):
         if apart:
             result = self._joined(await everywhere(self.ranks, "finish", hold))
         else:
-            result = self._joined(await self.on_shares("step", split, hold))
+            result = self._joined(await self.on_shares("step", split, algorithm, hold))
         return replace(
             result,
             critic=critic,

@@ -88,6 +88,21 @@ def test_a_penalty_without_the_gradient_of_a_penalty_is_refused(kl, match):
 
 
 @pytest.mark.parametrize(
+    ("kl", "match"),
+    [
+        ({"target": 0.01}, "0 stays 0; set algorithm.kl.coef"),
+        ({"coef": 0.1, "target": 0.01, "base": "behaviour"}, "set base: reference"),
+        ({"coef": 0.1, "gain": 0.2}, "gain is not read without algorithm.kl.target"),
+        ({"coef": 0.1, "target": 0.0}, "greater than 0"),
+        ({"coef": 0.1, "target": 0.01, "gain": 5.0}, "less than or equal to 1"),
+    ],
+)
+def test_a_target_that_would_steer_nothing_is_refused(kl, match):
+    with pytest.raises(ValidationError, match=match):
+        KLConfig.model_validate(kl)
+
+
+@pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"critic": None}, "gae needs a critic; add a section critic"),

@@ -41,7 +41,7 @@ class Trainer:
     async def values(self, rows):
         return self.critic_values
 
-    async def step(self, rollouts, hold):
+    async def step(self, rollouts, algorithm, hold):
         return self.result
 
 
@@ -93,7 +93,9 @@ def after_a_step(folder: Path, **result) -> Loop:
     """At its third step, which has a finite loss and gradient and is taken."""
     loop = loop_with(Trainer(1.0, 1.0), folder)
     tokens = sum(g.action_tokens for g in loop.pool.finished.values())
-    taken = {"sums": {"loss": 1.0, "tokens": tokens}, "stepped": True, "update_ratio": 0.1}
+    names = ("tokens_forward", "tokens_kept", "importance_weight", "importance_weight_squared")
+    sums = dict.fromkeys(names, 1.0) | {"loss": 1.0, "tokens": tokens}
+    taken = {"sums": sums, "stepped": True, "update_ratio": 0.1}
     loop.trainer.result = replace(loop.trainer.result, **taken | result)
     return loop
 

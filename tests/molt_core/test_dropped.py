@@ -10,7 +10,7 @@ from molt_core.agents.base import Result
 from molt_core.config import RunConfig, SamplingConfig
 from molt_core.loop import EverythingDropped, Loop
 from molt_core.metrics import RunWriter
-from molt_core.rollout.worker import RolloutWorker
+from molt_core.rollout.worker import RolloutWorker, WorkerGroup
 from molt_core.types import Prompt
 from tests.molt_core.make import group
 from tests.molt_core.test_record import FIRST, Scripted
@@ -47,7 +47,8 @@ def test_a_reward_that_is_no_number_never_reaches_the_estimator_and_is_named(tmp
         generated = made.rollouts[1].action_tokens + recorder.tokens_generated
         return replace(made, rollouts=(lost, made.rollouts[1]), tokens_generated=generated)
 
-    loop.workers = [SimpleNamespace(rollout=SimpleNamespace(remote=rollout))]
+    actor = SimpleNamespace(rollout=SimpleNamespace(remote=rollout))
+    loop.workers = WorkerGroup([actor], CONFIG)
 
     async def run():
         loop._dispatch()

@@ -1,13 +1,14 @@
 """The KL estimators by hand, and what their docstring's table says of each: which value, which gradient."""
 
 import math
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt_core.algo.kl import k1, k2, k3, kl_loss
+from molt_core.algo.kl import k1, k2, k3, kl_loss, next_coefficient
 
 LOGITS = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
 OTHER = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
@@ -87,3 +88,54 @@ def test_penalty_gradient_matches_finite_differences(estimator, sampled_from_bas
 def test_k2_and_k3_are_finite_and_not_negative_for_any_pair(estimator, a, b):
     value = estimator(torch.tensor([a]), torch.tensor([b]))
     assert torch.isfinite(value).all() and value.item() >= -1e-6
+
+
+# A coefficient of 0.1, a target of 0.02 nats a token, the paper's gain of 0.1.
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (0.02, 0.1),  # at the target
+        (0.022, 0.101),  # a tenth above it: e = 0.1
+        (0.017, 0.0985),  # e = -0.15
+        (0.0, 0.098),  # e is cut at -0.2, as at the first step, where the policy is the reference
+        (5.0, 0.102),  # and at 0.2
+        (math.inf, 0.102),
+    ],
+)
+def test_the_controller_by_hand(measured, expected):
+    found = next_coefficient(0.1, measured, target=0.02, gain=0.1)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_horizon_in_episodes_is_a_gain():
+    # 512 episodes a step, horizon 10,000, KL twice the target: 1 + 0.2 * 512 / 10,000 = 1.01024.
+    assert next_coefficient(1.0, 12.0, target=6.0, gain=512 / 10_000) == pytest.approx(1.01024)
+
+
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+
+@given(POSITIVE, st.floats(min_value=0), POSITIVE, st.floats(1e-6, 1))
+def test_the_coefficient_stays_a_positive_number_and_moves_towards_the_target(
+    coef, measured, target, gain
+):
+    found = next_coefficient(coef, measured, target, gain)
+    assert 0 < found < math.inf
+    normal = sys.float_info.min <= coef <= sys.float_info.max / 2
+    if normal and measured > target:
+        assert coef <= found <= coef * (1 + 0.2 * gain) * (1 + 1e-12)
+    elif normal and found != sys.float_info.min:
+        assert coef * (1 - 0.2 * gain) * (1 - 1e-12) <= found <= coef
+
+
+def test_a_controlled_kl_comes_to_its_target_and_stays():
+    """A policy whose KL is 0.05 / coef: at 0.1 a coefficient of 0.5 holds it."""
+    coef = 0.1
+    for _ in range(400):
+        coef = next_coefficient(coef, 0.05 / coef, target=0.1, gain=0.1)
+    assert coef == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_kl_that_is_no_number_steers_nothing():
+    with pytest.raises(ValueError, match="is no number; algorithm.kl.target needs one"):
+        next_coefficient(0.1, math.nan, target=0.02, gain=0.1)

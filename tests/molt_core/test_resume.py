@@ -1,6 +1,7 @@
 """Invariant 7 on real parts: a run that is killed three times equals one that never was; a run told to stop goes on.
 
-The runs that are compared have a critic, whose weights and moments must come back like the policy's.
+The runs that are compared have a critic, whose weights and moments must come back like the policy's, and a penalty whose
+coefficient is steered.
 """
 
 import asyncio
@@ -55,7 +56,11 @@ def lockstep_config():
             "drop_zero_variance": True,
         },
         loop={"steps": STEPS, "schedule": "lockstep", "max_staleness": 1},
-        algorithm={"advantage": "gae", "gae_lambda": 0.95},
+        algorithm={
+            "advantage": "gae",
+            "gae_lambda": 0.95,
+            "kl": {"coef": 0.1, "place": "reward", "estimator": "k1", "target": 0.01},
+        },
         critic={"steps_per_batch": 2, "clip": 0.2},
         optimizer={"lr": 1e-3, "schedule": "linear"},
         checkpoint={"every_steps": 2},
@@ -116,6 +121,10 @@ def test_a_run_killed_three_times_equals_an_uninterrupted_one_bit_for_bit(straig
     policies = [content_hash(folder / "checkpoints" / "policy") for folder in (straight, killed)]
     assert policies[0] == policies[1]
     assert {"value_loss", "critic_grad_norm", "value_clip_fraction"} <= set(expected[STEPS])
+    # 0.1 at first, when the policy is the reference and the error at its bound of -0.2; another at every step after it.
+    coefficients = [expected[step]["kl_coef"] for step in range(1, STEPS + 1)]
+    assert coefficients[:2] == pytest.approx([0.1, 0.098])
+    assert len(set(coefficients)) == STEPS
 
 
 @pytest.mark.engine

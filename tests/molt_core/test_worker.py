@@ -111,7 +111,7 @@ def write(file: Path, text: str) -> str:
 
 
 def step(rank: TrainerRank, rollouts: list[WeightedRollout]):
-    return rank.step(shares(rollouts, 1, rank.config.trainer)[0])
+    return rank.step(shares(rollouts, 1, rank.config.trainer)[0], rank.config.algorithm)
 
 
 def weights(rank: TrainerRank) -> dict[str, torch.Tensor]:
@@ -198,6 +198,23 @@ def test_a_strong_penalty_holds_the_policy_at_the_reference(start, tiny_checkpoi
     assert distance(100.0) < distance(1e-9) / 10
 
 
+def test_the_coefficient_of_a_step_is_the_one_that_it_is_given(start, tiny_checkpoint):
+    found = batch(tiny_checkpoint)
+
+    def stepped(configured: float, given: float) -> dict[str, torch.Tensor]:
+        rank = start(kl={"coef": configured})
+        rollouts = rollouts_of(rank, found)
+        for _ in range(
+            2
+        ):  # at the first the policy is the reference, and no penalty has a gradient
+            share = shares(rollouts, 1, rank.config.trainer)[0]
+            rank.step(share, rank.config.algorithm.with_kl_coef(given))
+        return weights(rank)
+
+    assert equal(stepped(1.0, 100.0), stepped(100.0, 100.0))
+    assert not equal(stepped(100.0, 1.0), stepped(100.0, 100.0))
+
+
 def test_on_policy_distillation_moves_the_policy_towards_its_teacher(
     start, tiny_checkpoint, tmp_path
 ):
@@ -228,7 +245,7 @@ def test_a_critic_beside_the_policy_learns_and_resumes_bit_for_bit(
         rollouts = weighted_rollouts(found, rank.config.algorithm, None, values)
         share = shares(rollouts, 1, rank.config.trainer)[0]
         losses.append(rank.step_critic(share).sums["value_loss"])
-        assert rank.step(share).stepped
+        assert rank.step(share, rank.config.algorithm).stepped
 
     for _ in range(8):
         both_step(rank)
@@ -274,7 +291,8 @@ def test_a_critic_that_diverges_stops_the_policy_before_its_step(
     def group_step(spoil: float):
         values = asyncio.run(group.values(rows))
         first, *rest = weighted_rollouts(found, rank.config.algorithm, None, values)
-        return asyncio.run(group.step([first._replace(returns=first.returns + spoil), *rest]))
+        rollouts = [first._replace(returns=first.returns + spoil), *rest]
+        return asyncio.run(group.step(rollouts, rank.config.algorithm))
 
     before = weights(rank)
     result = group_step(math.nan)
@@ -304,14 +322,16 @@ def test_a_batch_without_any_record_of_routing_is_refused_where_it_is_to_be_repl
     model = {"builtin": "tiny-qwen3-vl-moe", "routing_replay": True}
     config = RunConfig.model_validate({"model": model, "task": {"source": "shapes"}})
     with pytest.raises(ValueError, match="no trajectory carries routed_experts"):
-        asyncio.run(TrainerGroup([], [(0, 1)], config).step([weighted(), weighted()]))
+        group = TrainerGroup([], [(0, 1)], config)
+        asyncio.run(group.step([weighted(), weighted()], config.algorithm))
 
 
 def test_a_policy_on_hold_is_measured_and_not_stepped(start, tiny_checkpoint):
     rank = start()
     rollouts = rollouts_of(rank, batch(tiny_checkpoint))
     before = weights(rank)
-    result = rank.step(shares(rollouts, 1, rank.config.trainer)[0], hold=True)
+    share = shares(rollouts, 1, rank.config.trainer)[0]
+    result = rank.step(share, rank.config.algorithm, hold=True)
     assert not result.stepped and result.grad_norm > 0
     assert equal(weights(rank), before)
     assert step(rank, rollouts).stepped
