@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig, load_run_config
-from molt_core.models.layout import from_published
+from molt_core.models.layout import Architecture
 from molt_core.models.load import excluded_token_ids, expert_layers, iterate_weights
 from molt_core.train.backend import backend_class
 from molt_core.train.logprobs import ActionDistribution
@@ -153,13 +153,11 @@ def _largest(values: np.ndarray) -> float:
 def synthetic_rows(checkpoint: Path, max_length: int) -> list[Trajectory]:
     """The batch: samples of prompts of text and images, three to six actions each, none of them an excluded id.
 
+    Of text alone where the policy has no vision tower.
     Raises ValueError where ``max_length`` cuts every row.
     """
     config = json.loads((Path(checkpoint) / "config.json").read_text())
-    vision = config["vision_config"]
-    merge, patch = vision["spatial_merge_size"], vision["patch_size"]
-    width = vision.get("in_channels", 3) * vision["temporal_patch_size"] * patch**2
-    vocabulary = config["text_config"]["vocab_size"]
+    vocabulary = config.get("text_config", config)["vocab_size"]
     excluded = np.array(excluded_token_ids(checkpoint), np.int64)
     allowed = np.setdiff1d(np.arange(vocabulary), excluded)
     rng = np.random.default_rng(0)
@@ -167,7 +165,10 @@ def synthetic_rows(checkpoint: Path, max_length: int) -> list[Trajectory]:
     for number, count in enumerate(IMAGES_PER_PROMPT):
         ids = list(rng.choice(allowed, 2 + number % 5))
         images = []
-        for _ in range(count):
+        for _ in range(count if "vision_config" in config else 0):
+            vision = config["vision_config"]
+            merge, patch = vision["spatial_merge_size"], vision["patch_size"]
+            width = vision.get("in_channels", 3) * vision["temporal_patch_size"] * patch**2
             grid = (1, 2 * merge, (2 + rng.integers(3)) * merge)
             length = grid[1] * grid[2] // merge**2
             ids.append(config["vision_start_token_id"])
@@ -252,7 +253,8 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
         )
         losses.append(_sum_over_data_ranks(sums["loss"], backend.data_size))
         norms.append(backend.optimizer_step())
-    for number, (name, tensor) in enumerate(backend.named_weights()):
+    published = Architecture.of(checkpoint).published(backend.named_weights())
+    for number, (name, tensor) in enumerate(published):
         if rank == 0:
             torch.save((name, tensor.detach().cpu().clone()), folder / f"{number:06d}.pt")
     if rank == 0:
@@ -314,7 +316,7 @@ def compare_weights(
         raise ValueError(f"the arms gave out different weights: {sorted(a.keys() ^ b.keys())}")
     figures = {
         name: _distances(torch.load(a[name])[1], torch.load(b[name])[1], initial)
-        for name, initial in _initial(checkpoint)
+        for name, initial in iterate_weights(checkpoint)
         if name in a
     }
     largest = max(figure["moved_largest"] for figure in figures.values())
@@ -333,11 +335,6 @@ def compare_weights(
         "tensors": len(figures),
         "tensors_that_moved": len(moved),
     }
-
-
-def _initial(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in iterate_weights(checkpoint):
-        yield name, from_published(name, tensor)
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor, initial: torch.Tensor) -> dict[str, float]:

@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from molt_core.models.load import atomic_folder, save_policy
+from molt_core.models.load import atomic_folder, save_policy, stored_tensors
 from molt_core.train.checkpoint import CheckpointError, read_checkpoint
 from molt_core.train.state import SavedState
 
@@ -35,22 +34,9 @@ def export(checkpoint: Path, out: Path, policy: Path | None = None) -> None:
         )
     if Path(out).exists():
         raise CheckpointError(f"{out}: is there already; give another name or remove it")
-    dtypes = weight_dtypes(policy)
-    weights = (
-        (name, tensor.to(dtypes[name])) for name, tensor in SavedState(saved.trainer).weights()
-    )
+    dtypes = {name: DTYPES[stored.dtype] for name, stored in stored_tensors(policy).items()}
     with atomic_folder(out) as scratch:
-        save_policy(weights, policy, scratch)
-
-
-def weight_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Dtype of each tensor in a checkpoint folder, from the headers of its files."""
-    found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():
-                found[name] = DTYPES[handle.get_slice(name).get_dtype()]
-    return found
+        save_policy(SavedState(saved.trainer).weights(), policy, scratch, dtypes)
 
 
 def main(argv: list[str] | None = None) -> int:

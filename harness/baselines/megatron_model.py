@@ -44,7 +44,7 @@ from molt_core.types import NOT_SAMPLED
 
 def check_supported(config) -> None:
     """Raise ValueError for a Hugging Face ``config`` with something that this translation does not cover."""
-    text = config.text_config
+    text = config.get_text_config()
     rope = text.rope_parameters
     expected = {
         "model_type": (config.model_type, "qwen3_vl_moe"),

@@ -12,30 +12,23 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from molt_core.config import ModelConfig
-from molt_core.models.layout import check_layout_is_decidable, to_published
+from molt_core.models.layout import Architecture, check_layout_is_decidable
 from molt_core.types import ContractError
 
 WEIGHTS_FILE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
 END_OF_TURN = "<|im_end|>"
-MODEL_TYPE = "qwen3_vl_moe"
-"""Of a config.json that trainers, collation and engine agree about."""
 MERGE_SIZE = 2
 """Patches a side that become one token, as rows are laid out for training (``train/collate.py``)."""
-
-
-def _builtin_models() -> dict[str, Callable[[Path, int], Path]]:
-    from molt_core.models.tiny import build_tiny_qwen3_vl_moe
-
-    return {"tiny-qwen3-vl-moe": build_tiny_qwen3_vl_moe}
 
 
 def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
@@ -51,15 +44,16 @@ def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
                 "its folder"
             )
         return folder
-    builders = _builtin_models()
-    if model.builtin not in builders:
+    from molt_core.models.tiny import BUILDERS  # 3 s of imports
+
+    if model.builtin not in BUILDERS:
         raise ValueError(
-            f"model.builtin: {model.builtin!r} is unknown; choose one of {sorted(builders)}"
+            f"model.builtin: {model.builtin!r} is unknown; choose one of {sorted(BUILDERS)}"
         )
     target = Path(cache_dir) / f"{model.builtin}-seed{model.builtin_seed}"
     if not target.exists():
         with atomic_folder(target) as folder:
-            builders[model.builtin](folder, model.builtin_seed)
+            BUILDERS[model.builtin](folder, model.builtin_seed)
     return target
 
 
@@ -94,27 +88,16 @@ class atomic_folder:
 def load_policy(folder: Path, dtype: str | torch.dtype = "float32") -> torch.nn.Module:
     """The transformers model of ``folder``: in-memory expert layout, sdpa attention, grouped matrix products for experts.
 
-    Raises ValueError for another architecture, for sizes at which the layout of experts is ambiguous, and for weights that do
-    not fit.
+    Raises ValueError for another architecture, for what trainers and engine would compute differently, for experts that do
+    not lie in its files as published or could lie either way, and for weights that do not fit.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    import transformers
     from transformers.utils import logging
 
-    described = json.loads((Path(folder) / "config.json").read_text())
-    if described.get("model_type") != MODEL_TYPE:
-        raise ValueError(
-            f"model.path: {folder} holds a {described.get('model_type')!r} model {described.get('architectures', [])}; "
-            f"supported are Qwen3-VL-MoE checkpoints, of model_type {MODEL_TYPE!r}"
-        )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    text, merged = config.text_config, config.vision_config.spatial_merge_size
-    check_layout_is_decidable(text.hidden_size, text.moe_intermediate_size)
-    if merged != MERGE_SIZE:
-        raise ValueError(
-            f"model.path: {folder} merges {merged} patches a side into a token; supported is {MERGE_SIZE}"
-        )
+    architecture = Architecture.of(folder)
+    _check_supported(Path(folder), architecture)
     logging.disable_progress_bar()  # a bar a rank hides what a run says of itself
-    model, info = AutoModelForImageTextToText.from_pretrained(
+    model, info = getattr(transformers, architecture.loader).from_pretrained(
         folder,
         dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
         attn_implementation="sdpa",
@@ -132,16 +115,44 @@ def load_policy(folder: Path, dtype: str | torch.dtype = "float32") -> torch.nn.
     return model
 
 
-def write_weights(
-    named_weights: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write in-memory weights in the published layout: one file, or shards and their index above ``shard_bytes``.
+def _check_supported(folder: Path, architecture: Architecture) -> None:
+    from transformers import AutoConfig
 
-    At most one shard is held beside the weights themselves, so a generator of gathered weights can be written as it comes.
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text = config.get_text_config()
+    if architecture.experts == "stacked":
+        check_layout_is_decidable(text.hidden_size, text.moe_intermediate_size)
+    expected = {
+        "norm_topk_prob": (getattr(text, "norm_topk_prob", True), True),
+        "sliding_window": (getattr(text, "sliding_window", None), None),
+    }
+    if architecture.vision is not None:
+        merged = config.vision_config.spatial_merge_size
+        expected["vision_config.spatial_merge_size"] = (merged, MERGE_SIZE)
+    for key, (found, supported) in expected.items():
+        if found != supported:
+            raise ValueError(
+                f"model.path: {folder} has {key} {found!r} in its config.json; supported is {supported!r}"
+            )
+    shapes = {name: stored.shape for name, stored in stored_tensors(folder).items()}
+    architecture.check_files(shapes, text.hidden_size, folder)
+
+
+def write_weights(
+    named_weights: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Write in-memory weights as published for the config.json in ``folder``: one file, or shards and their index.
+
+    shard_bytes: above which they are cut. dtypes: of each published tensor; None: as they come. At most one shard is held
+    beside the weights themselves, so a generator of gathered weights can be written as it comes.
     """
     folder, shard, shards = Path(folder), {}, []
-    for name, tensor in named_weights:
-        tensor = to_published(name, tensor.detach().cpu()).contiguous()
+    on_cpu = ((name, tensor.detach().cpu()) for name, tensor in named_weights)
+    for name, tensor in Architecture.of(folder).published(on_cpu):
+        tensor = tensor.contiguous().to(tensor.dtype if dtypes is None else dtypes[name])
         if shard and _bytes(shard) + tensor.nbytes > shard_bytes:
             shards.append(_write_shard(shard, folder, len(shards)))
             shard = {}
@@ -178,8 +189,12 @@ def save_policy(
     weights: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     source_folder: Path,
     out_folder: Path,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Path:
-    """Write ``weights`` (in-memory layout) with the config, tokenizer and processor of ``source_folder``."""
+    """Write ``weights`` (in-memory layout) with the config, tokenizer and processor of ``source_folder``.
+
+    dtypes: see ``write_weights``.
+    """
     source_folder, out_folder = Path(source_folder), Path(out_folder)
     out_folder.mkdir(parents=True, exist_ok=True)
     for file in source_folder.iterdir():
@@ -187,21 +202,36 @@ def save_policy(
             shutil.copy2(file, out_folder / file.name)
     if isinstance(weights, torch.nn.Module):
         weights = weights.state_dict().items()
-    write_weights(weights, out_folder)
+    write_weights(weights, out_folder, dtypes=dtypes)
     return out_folder
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint folder; dtype in safetensors' spelling, e.g. "BF16"."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of a folder in the order of names, from the headers of its files. Empty where it has none."""
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():
+                part = handle.get_slice(name)
+                found[name] = Stored(file, tuple(part.get_shape()), part.get_dtype())
+    return dict(sorted(found.items()))
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights of a folder in the order of names, in their layout on disk, one at a time."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
+    stored = stored_tensors(folder)
+    if not stored:
         raise FileNotFoundError(f"{folder}: no .safetensors file; convert the checkpoint first")
-    where = {}
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            where.update(dict.fromkeys(handle.keys(), file))
-    for name in sorted(where):
-        with safe_open(where[name], framework="pt") as handle:
+    for name, tensor in stored.items():
+        with safe_open(tensor.file, framework="pt") as handle:
             yield name, handle.get_tensor(name)
 
 

@@ -1,23 +1,30 @@
-"""A whole Qwen3-VL-MoE policy from code and a seed: config, weights, tokenizer, image processor and chat template.
+"""Whole policies from code and a seed: config, weights, tokenizer, image processor and chat template.
 
-Small enough to train in minutes on one CPU thread, and the real architecture in every part that goes wrong in practice:
+    tiny-qwen3-vl-moe   Qwen3-VL-MoE: images and text, experts stacked in its files
+    tiny-qwen3-moe      Qwen3-MoE: the same decoder for text alone, one tensor an expert in its files
+
+Small enough to train in minutes on one CPU thread, and the real architectures in every part that goes wrong in practice:
 routed experts, grouped-query attention with q/k norms, interleaved multimodal RoPE, a vision tower with deepstack, placeholder
 tokens, a vocabulary padded beyond the tokenizer. Nothing is downloaded; the same seed gives the same tensors.
 
-    python -m molt_core.models.tiny FOLDER [SEED]
+    python -m molt_core.models.tiny NAME FOLDER [SEED]
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessor,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
@@ -69,15 +76,34 @@ _WORDS = """
 
 def build_tiny_qwen3_vl_moe(folder: Path, seed: int = 0) -> Path:
     """Write the policy's complete Hugging Face folder, weights in the published expert layout; returns ``folder``."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
-    config = _config(tokenizer)
-    model = Qwen3VLMoeForConditionalGeneration._from_config(config, dtype=torch.float32)
+    model = Qwen3VLMoeForConditionalGeneration._from_config(
+        _vision_language_config(tokenizer), dtype=torch.float32
+    )
+    return _write(model, _processor(tokenizer), Path(folder), seed)
+
+
+def build_tiny_qwen3_moe(folder: Path, seed: int = 0) -> Path:
+    """The text policy's folder, as above."""
+    tokenizer = _tokenizer()
+    model = Qwen3MoeForCausalLM._from_config(_text_config(tokenizer), dtype=torch.float32)
+    return _write(model, tokenizer, Path(folder), seed)
+
+
+BUILDERS = {"tiny-qwen3-vl-moe": build_tiny_qwen3_vl_moe, "tiny-qwen3-moe": build_tiny_qwen3_moe}
+
+
+def _write(
+    model: PreTrainedModel,
+    processor: Qwen3VLProcessor | PreTrainedTokenizerFast,
+    folder: Path,
+    seed: int,
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     _initialise(model, seed)
-    config.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    _processor(tokenizer).save_pretrained(folder)
+    processor.save_pretrained(folder)
     write_weights(model.state_dict().items(), folder)
     return folder
 
@@ -107,39 +133,48 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
+def _special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+
+
+def _decoder(tokenizer: PreTrainedTokenizerFast, **rope_parameters) -> dict[str, Any]:
+    """What both policies' decoders are, but for how positions turn them."""
+    ids = _special_ids(tokenizer)
+    return dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        moe_intermediate_size=EXPERT,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        num_experts=8,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,  # Qwen3-VL-MoE of transformers does not read it and always renormalises; vLLM does
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, **rope_parameters),
+        pad_token_id=ids["<|endoftext|>"],
+        bos_token_id=None,
+        eos_token_id=ids["<|im_end|>"],
+        dtype="float32",
+    )
+
+
+def _text_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **_decoder(tokenizer))
+
+
+def _vision_language_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
     check_layout_is_decidable(HIDDEN, EXPERT)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    ids = _special_ids(tokenizer)
     return Qwen3VLMoeConfig(
         architectures=["Qwen3VLMoeForConditionalGeneration"],
         dtype="float32",
-        text_config=dict(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
-            moe_intermediate_size=EXPERT,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=HEAD_DIM,
-            num_experts=8,
-            num_experts_per_tok=2,
-            decoder_sparse_step=1,
-            norm_topk_prob=True,  # not read by transformers, which always renormalises; read by vLLM
-            max_position_embeddings=1024,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=False,
-            rope_parameters=dict(
-                rope_type="default",
-                rope_theta=10_000.0,
-                mrope_section=[6, 5, 5],
-                mrope_interleaved=True,
-            ),
-            pad_token_id=ids["<|endoftext|>"],
-            bos_token_id=None,
-            eos_token_id=ids["<|im_end|>"],
-            dtype="float32",
-        ),
+        text_config=_decoder(tokenizer, mrope_section=[6, 5, 5], mrope_interleaved=True),
         vision_config=dict(
             depth=2,
             hidden_size=HIDDEN,
@@ -196,4 +231,4 @@ def _initialise(model: torch.nn.Module, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    print(build_tiny_qwen3_vl_moe(Path(sys.argv[1]), *map(int, sys.argv[2:3])))
+    print(BUILDERS[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:4])))

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
+from molt_core.models.layout import layers_of
 from molt_core.models.load import load_policy
 from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
@@ -75,7 +76,7 @@ class FSDP2Model:
         self._checkpoint_group = dist.new_group(backend="gloo")
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         self.root = head
-        layers = (*policy.model.visual.blocks, *policy.model.language_model.layers)
+        layers = layers_of(policy)
         for unit in (*filter(_is_large, layers), head):
             fully_shard(unit, mesh=mesh, mp_policy=precision)
             if self.data_size > 1:  # to divide by 1 is a pass over all gradients

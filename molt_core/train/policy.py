@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from molt_core.models.layout import decoder_of, vision_of
 from molt_core.train import attention
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
@@ -15,7 +16,7 @@ from molt_core.train.routing import install_routers, replay
 
 
 class ActionPolicy(nn.Module):
-    """Wraps a Qwen3-VL-MoE model; from then on its decoder attends to rows that lie end to end, and routes by ``Router``.
+    """Wraps a policy; from then on its decoder attends to rows that lie end to end, and routes by ``Router``.
 
     Its whole forward pass is one call, so that it can be one sharding unit's.
     """
@@ -24,7 +25,7 @@ class ActionPolicy(nn.Module):
         super().__init__()
         self.policy, self.routing_replay = policy, routing_replay
         self.routers = install_routers(policy)
-        policy.model.language_model.set_attn_implementation(attention.NAME)
+        decoder_of(policy).set_attn_implementation(attention.NAME)
 
     def forward(
         self, batch: MicroBatch, distribution: ActionDistribution
@@ -38,25 +39,41 @@ class ActionPolicy(nn.Module):
         """The decoder's output ``[N, hidden]`` at the positions that predict the batch's action tokens."""
         if self.routing_replay:
             replay(self.routers, batch)
-        visual, has_images = self.policy.model.visual, batch.patches is not None
+        visual = vision_of(self.policy)
+        return self._read(batch) if visual is None else self._see_and_read(visual, batch)
+
+    def _read(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.patches is not None:
+            raise ValueError(
+                f"{len(batch.grid_thw)} images for a {self.policy.config.model_type} model, which reads text alone; take rows "
+                "without images, or a vision-language model"
+            )
+        # Of text all three axes count alike.
+        return self._decoded(batch, position_ids=batch.position_ids[:1])
+
+    def _see_and_read(self, visual: nn.Module, batch: MicroBatch) -> torch.Tensor:
+        has_images = batch.patches is not None
         patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(visual)
         features = visual(patches.type(visual.dtype), grid_thw=grid, return_dict=True)
         outputs = (features.pooler_output, *features.deepstack_features)
         if has_images:
             pooled, *deepstack = ([output[batch.feature_index]] for output in outputs)
             features.pooler_output, features.deepstack_features = pooled, deepstack
-        hidden = self.policy.model(
-            input_ids=batch.token_ids[None],
+        hidden = self._decoded(
+            batch,
             position_ids=batch.position_ids[:, None],
             mm_encoder_outputs={"image": features} if has_images else None,
-            use_cache=False,
-            blocks=batch.blocks,
-        ).last_hidden_state[0]
-        hidden = hidden[batch.action_positions - 1]
+        )
         if not has_images:
             # The vision tower took part, so that its gradients are zero and not missing and ranks agree on their collectives.
             hidden = hidden + 0.0 * sum(output.sum() for output in outputs)
         return hidden
+
+    def _decoded(self, batch: MicroBatch, **inputs) -> torch.Tensor:
+        hidden = self.policy.model(
+            input_ids=batch.token_ids[None], use_cache=False, blocks=batch.blocks, **inputs
+        ).last_hidden_state[0]
+        return hidden[batch.action_positions - 1]
 
 
 class ValueModel(ActionPolicy):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from molt_core.models.layout import decoder_of
 from molt_core.train.collate import MicroBatch
 from molt_core.types import Trajectory
 
@@ -68,10 +69,10 @@ class Router(nn.Module):
 
 def install_routers(policy: nn.Module) -> tuple[Router, ...]:
     """Put a ``Router`` into every mixture-of-experts layer of a transformers ``policy``, in order. Names stay the same."""
-    blocks = [layer.mlp for layer in policy.model.language_model.layers]
+    blocks = [layer.mlp for layer in decoder_of(policy).layers]
     blocks = [block for block in blocks if hasattr(block, "gate")]
     for block in blocks:
-        block.gate = Router(block.gate.weight, policy.config.text_config.num_experts_per_tok)
+        block.gate = Router(block.gate.weight, policy.config.get_text_config().num_experts_per_tok)
     return tuple(block.gate for block in blocks)
 
 

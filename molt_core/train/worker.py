@@ -22,7 +22,7 @@ from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.registry import load_plugins
 from molt_core.config import ModelConfig, RunConfig
-from molt_core.models.layout import to_published
+from molt_core.models.layout import Architecture
 from molt_core.models.load import (
     atomic_folder,
     check_same_tokens,
@@ -248,6 +248,7 @@ class TrainerRank(CriticRank):
         device = torch.device(self.config.trainer.device)
         self.refit_group = refit.join_group(self.store, 0, size, device, TIMEOUT_S)
         self.expected_names = refit.checkpoint_names(self.checkpoint)
+        self.architecture = Architecture.of(self.checkpoint)
 
     def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport | None:
         """Rank 0 sends, the other ranks take part in gathering each tensor. What is frozen goes out the first time only."""
@@ -262,7 +263,7 @@ class TrainerRank(CriticRank):
             answers = [engine.receive.remote(description) for engine in engines]
             return lambda: ray.get(answers, timeout=TIMEOUT_S)
 
-        published = ((name, to_published(name, tensor)) for name, tensor in weights)
+        published = self.architecture.published(weights)
         return refit.send(self.refit_group, published, announce, self.expected_names - known)
 
 

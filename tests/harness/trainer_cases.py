@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
+from molt_core.models.layout import decoder_of, vision_of
 from molt_core.models.load import load_policy, save_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.train.backend import TrainBackend
@@ -30,9 +31,11 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=1.0, clip_norm=1.0)
 STEPS = 3
 
 
-def rescaled_checkpoint(folder: Path) -> Path:
-    """The tiny policy with large weights, no two alike: nothing cancels, nothing is one, routers are decided."""
-    source = build_tiny_qwen3_vl_moe(folder / "initial")
+def rescaled_checkpoint(
+    folder: Path, build: Callable[[Path], Path] = build_tiny_qwen3_vl_moe
+) -> Path:
+    """A tiny policy with large weights, no two alike: nothing cancels, nothing is one, routers are decided."""
+    source = build(folder / "initial")
     policy = load_policy(source)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -52,7 +55,7 @@ def trajectories(checkpoint: Path, images_per_row: tuple[int, ...]) -> list[Traj
     """
     config = json.loads((checkpoint / "config.json").read_text())
     rng = np.random.default_rng(5)
-    vision = config["vision_config"]
+    vision = config.get("vision_config", {"temporal_patch_size": 0, "patch_size": 0})
     width = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     grids = [(1, 4, 4), (1, 4, 6), (1, 8, 4)]
     rows = []
@@ -133,7 +136,7 @@ def replayed(policy: torch.nn.Module, rows: list[Trajectory]) -> Iterator[None]:
 
         return replace_choice
 
-    layers = policy.model.language_model.layers
+    layers = decoder_of(policy).layers
     hooks = [
         layer.mlp.gate.register_forward_hook(hook(number)) for number, layer in enumerate(layers)
     ]
@@ -166,9 +169,10 @@ def oracle_logits(
     inputs = dict(
         input_ids=token_ids,
         attention_mask=mask,
-        mm_token_type_ids=(token_ids == policy.config.image_token_id).int(),
         position_ids=None if stretch is None else position_ids * stretch,
     )
+    if vision_of(policy) is not None:
+        inputs["mm_token_type_ids"] = (token_ids == policy.config.image_token_id).int()
     images = [image for row in rows for image in row.images]
     if images:
         inputs.update(

@@ -2,6 +2,7 @@
 
 import torch
 
+from molt_core.models.layout import ARCHITECTURES
 from molt_core.rollout import refit
 from molt_core.train.worker import TrainerRank
 
@@ -22,6 +23,7 @@ def test_frozen_weights_are_sent_the_first_time_only(monkeypatch):
     monkeypatch.setattr(refit, "send", send)
     rank = TrainerRank.__new__(TrainerRank)  # the parts that a refit uses
     rank.rank, rank.backend, rank.refit_group = 0, Backend(), None
+    rank.architecture = ARCHITECTURES["qwen3_moe"]
     rank.engines_know, rank.expected_names = frozenset(), frozenset({"gate", "norm"})
     for _ in range(3):
         rank.send_weights([])
