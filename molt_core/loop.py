@@ -39,7 +39,7 @@ from molt_core.rollout.refit import RefitReport
 from molt_core.rollout.worker import WorkerGroup
 from molt_core.train.checkpoint import Checkpoint, CheckpointStore, Saver
 from molt_core.train.worker import ProbeResult, StepResult, TrainerGroup
-from molt_core.types import Batch
+from molt_core.types import Batch, Group
 
 FUTILE_BATCHES = 8
 """Batches' worth of groups dropped in a row, without one kept, after which a run gives up."""
@@ -162,25 +162,30 @@ class Loop:
             task.add_done_callback(self._generated)
 
     def _generated(self, task: asyncio.Task) -> None:
-        """A group has arrived: book it, replace it where it was dropped, wake the trainer."""
+        """A group has arrived: book it, replace it where it was dropped, wake the trainer.
+
+        Whatever goes wrong is for ``_until`` to raise: what a callback raises, asyncio only logs.
+        """
         self.tasks.discard(task)
         if task.cancelled():
             return
-        if task.exception() is not None:
-            self.failure = self.failure or task.exception()
-        else:
-            group = task.result()
-            self.reward_sums.add(group)
-            dropped = self.pool.finish(group)
-            self.dropped_in_a_row = self.dropped_in_a_row + 1 if dropped else 0
-            if group.error and not self.agent_error:
-                print(f"a rollout is lost, more are counted in silence: {group.error}", flush=True)
-            self.agent_error = group.error or self.agent_error
+        try:
+            self._book(task.result())
             self._dispatch()
+        except Exception as error:
+            self.failure = self.failure or error
         self.changed.set()
 
+    def _book(self, group: Group) -> None:
+        self.reward_sums.add(group)
+        dropped = self.pool.finish(group)
+        self.dropped_in_a_row = self.dropped_in_a_row + 1 if dropped else 0
+        if group.error and not self.agent_error:
+            print(f"a rollout is lost, more are counted in silence: {group.error}", flush=True)
+        self.agent_error = group.error or self.agent_error
+
     async def _until(self, condition) -> Any:
-        """Wait for groups to arrive until ``condition()`` is true; raises what a generation task raised."""
+        """Wait for groups to arrive until ``condition()`` is true; raises what went wrong with one."""
         while True:
             if self.failure is not None:
                 raise self.failure
