@@ -34,6 +34,7 @@ from molt_core.train.backend import backend_class
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, score
 from molt_core.train.split import shares
+from molt_core.train.weights import whole_weights
 from molt_core.types import NOT_SAMPLED, ImageInput, Trajectory, Turn
 
 STEPS = 3
@@ -253,10 +254,9 @@ def _train_arm(rank: int, config: RunConfig, checkpoint: Path, folder: Path) -> 
         )
         losses.append(_sum_over_data_ranks(sums["loss"], backend.data_size))
         norms.append(backend.optimizer_step())
-    published = Architecture.of(checkpoint).published(backend.named_weights())
-    for number, (name, tensor) in enumerate(published):
-        if rank == 0:
-            torch.save((name, tensor.detach().cpu().clone()), folder / f"{number:06d}.pt")
+    published = Architecture.of(checkpoint).published(whole_weights(backend.weights()))
+    for number, (name, tensor) in enumerate(published):  # rank 0's
+        torch.save((name, tensor.clone()), folder / f"{number:06d}.pt")
     if rank == 0:
         record = {
             "backend": trainer.backend,

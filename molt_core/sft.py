@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +47,7 @@ from molt_core.train.collate import collate
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.policy import ActionPolicy
 from molt_core.train.split import filler_row, split_rows
+from molt_core.train.weights import whole_weights
 from molt_core.types import NOT_SAMPLED, Prompt, Trajectory, Turn
 
 WARMUP_STREAM = 1 << 32
@@ -142,12 +143,12 @@ def _train_rank(
                 rows = supervised_rows(items, first, warmup, rng, renderer, eos)
                 losses.append(_step(backend, rows, config, distribution, renderer.merge_size))
                 progress.update(bar, advance=1, description=f"warm-up  loss {losses[-1]:.3f}")
-        weights: Iterator[tuple[str, torch.Tensor]] = backend.named_weights()
+        weights = whole_weights(backend.weights())
         if rank == 0:
             save_policy(weights, source, folder)
             (place / LOSSES).write_text(json.dumps(losses))
         else:
-            for _ in weights:  # takes part in gathering them
+            for _ in weights:  # sends its rows
                 pass
     finally:
         dist.destroy_process_group()

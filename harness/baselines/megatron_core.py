@@ -12,7 +12,7 @@ are those of Megatron's local specification on every device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +51,7 @@ from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.optimizer import decays, lr_factor, squared_update_and_weight
 from molt_core.train.routing import Choice
+from molt_core.train.weights import Weight
 
 
 class MegatronCoreBackend:
@@ -193,14 +194,15 @@ class MegatronCoreBackend:
         dist.all_reduce(squares)  # every part of a weight is stepped by one rank
         return float((squares[0] / squares[1]).sqrt())
 
-    def named_weights(
-        self, leave_out: frozenset[str] = frozenset()
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, leave_out: frozenset[str] = frozenset()) -> Sequence[Weight]:
         # Stepped parts are gathered by the next forward, which may not have been yet.
         self.ddp.start_param_sync(force_sync=True)
-        for entry in self._entries:
-            if not leave_out.issuperset(entry.names):
-                yield from zip(entry.names, entry.whole())
+        return [
+            weight
+            for entry in self._entries
+            for weight in entry.weights()
+            if weight.name not in leave_out
+        ]
 
     @torch.no_grad()
     def save(self, folder: Path) -> Future:

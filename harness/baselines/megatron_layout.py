@@ -73,11 +73,14 @@ class Layout:
                 expert_tensor_parallel_size=self.expert_tensor_parallel,
                 create_gloo_process_groups=False,
             )
-        cuts = Cuts(
-            Cut(parallel_state.get_tensor_model_parallel_group()),
-            Cut(parallel_state.get_expert_model_parallel_group()),
-            Cut(parallel_state.get_expert_tensor_parallel_group()),
+        groups = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
         )
+        places = [None] * dist.get_world_size()
+        dist.all_gather_object(places, tuple(group.rank() for group in groups))
+        cuts = Cuts(*map(Cut, groups), places=tuple(places))
         made = Layout(cuts.tensor.size, cuts.expert.size, cuts.expert_tensor.size)
         if made != self:
             raise ValueError(
@@ -111,8 +114,18 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The three ways in which this rank's weights are cut."""
+    """The three ways in which this rank's weights are cut. places: which part of each every rank has, in their order."""
 
     tensor: Cut
     expert: Cut
     expert_tensor: Cut
+    places: tuple[tuple[int, int, int], ...]
+
+    def holder(self, tensor: int) -> int:
+        """First rank that has this part of what is cut over the tensor-parallel ranks."""
+        return next(rank for rank, place in enumerate(self.places) if place[0] == tensor)
+
+    def expert_holder(self, expert: int, expert_tensor: int) -> int:
+        """First rank that has this part of these experts."""
+        part = (expert, expert_tensor)
+        return next(rank for rank, place in enumerate(self.places) if place[1:] == part)

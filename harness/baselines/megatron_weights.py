@@ -1,8 +1,9 @@
 """Which Megatron parameter holds which Hugging Face tensor, both ways.
 
 An entry knows the Hugging Face names, this rank's parameters, and how they are cut; ``parts`` cuts whole tensors into what
-belongs to each parameter, ``whole`` gathers them again: weights, or whatever else has a parameter's shape. Names, shapes and
-layouts on the Hugging Face side are those in memory: an expert's ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``.
+belongs to each parameter, ``whole`` gathers them again: weights, or whatever else has a parameter's shape, as a checkpoint
+needs them. ``weights`` says which rank holds which rows, as a refit needs them. Names, shapes and layouts on the Hugging Face
+side are those in memory: an expert's ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from harness.baselines.megatron_layout import Cut, Cuts
+from harness.baselines.megatron_layout import Cuts
 from harness.baselines.megatron_model import VisionLanguageModel
+from molt_core.train.weights import Part, Weight, held_rows
 
 Tensors = Mapping[str, torch.Tensor]
 Read = Callable[[nn.Parameter], torch.Tensor]
@@ -33,23 +35,46 @@ class Entry(Protocol):
         """The tensors of ``names``, in that order, from what ``read`` gives of each parameter. Collective."""
         ...
 
+    def weights(self) -> Iterator[Weight]:
+        """The values of ``names``, in that order: where their rows lie. A rank holds no part that an earlier one holds."""
+        ...
+
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, one parameter; ``cut`` along ``dimension`` or, with None, alike on every rank."""
+    """One tensor, one parameter; cut over the tensor-parallel ranks along ``dimension`` or, with None, alike on every rank."""
 
     names: tuple[str]
     parameter: nn.Parameter
-    cut: Cut | None = None
+    cuts: Cuts | None = None
     dimension: int = 0
 
     def parts(self, tensors: Tensors) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         tensor = tensors[self.names[0]]
-        yield self.parameter, self.cut.part(tensor, self.dimension) if self.cut else tensor
+        cut = self.cuts and self.cuts.tensor
+        yield self.parameter, cut.part(tensor, self.dimension) if cut else tensor
 
     def whole(self, read: Read = torch.Tensor.detach) -> Iterator[torch.Tensor]:
-        tensor = read(self.parameter)
-        yield self.cut.whole(tensor, self.dimension) if self.cut else tensor
+        tensor, cut = read(self.parameter), self.cuts and self.cuts.tensor
+        yield cut.whole(tensor, self.dimension) if cut else tensor
+
+    def weights(self) -> Iterator[Weight]:
+        own, shape = self.parameter.detach(), list(self.parameter.shape)
+        ranks = self.cuts.tensor.size if self.cuts else 1
+        shape[self.dimension] *= ranks
+
+        def parts(start: int, stop: int) -> Iterator[Part]:
+            if ranks == 1:
+                yield Part(0, (), lambda: own[start:stop])
+            elif self.dimension == 0:
+                for part, rows, place in held_rows(shape[0], ranks, start, stop):
+                    yield Part(self.cuts.holder(part), (place,), lambda rows=rows: own[rows])
+            else:
+                for part, columns in enumerate(_stretches(shape[1], ranks)):
+                    place = (slice(None), columns)
+                    yield Part(self.cuts.holder(part), place, lambda: own[start:stop])
+
+        yield Weight(self.names[0], tuple(shape), own.dtype, own.device, parts)
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,7 @@ class QKV:
 
     names: tuple[str, str, str]
     parameter: nn.Parameter
-    cut: Cut
+    cuts: Cuts
     groups: int
     queries_per_group: int
     head_dim: int
@@ -72,12 +97,26 @@ class QKV:
             tensors[name].unflatten(0, (self.groups, size))
             for name, size in zip(self.names, self._sizes)
         ]
-        yield self.parameter, self.cut.part(torch.cat(by_group, 1).flatten(0, 1), 0)
+        yield self.parameter, self.cuts.tensor.part(torch.cat(by_group, 1).flatten(0, 1), 0)
 
     def whole(self, read: Read = torch.Tensor.detach) -> Iterator[torch.Tensor]:
-        fused = self.cut.whole(read(self.parameter), 0).unflatten(0, (self.groups, -1))
+        fused = self.cuts.tensor.whole(read(self.parameter), 0).unflatten(0, (self.groups, -1))
         for part in fused.split(self._sizes, 1):
             yield part.flatten(0, 1)
+
+    def weights(self) -> Iterator[Weight]:
+        own, ranks, before = self.parameter.detach(), self.cuts.tensor.size, 0
+        for name, size in zip(self.names, self._sizes):
+            shape = (self.groups * size, *own.shape[1:])
+
+            def parts(start, stop, size=size, before=before) -> Iterator[Part]:
+                for part, rows, place in held_rows(self.groups * size, ranks, start, stop):
+                    row = torch.arange(rows.start, rows.stop, device=own.device)
+                    fused = row // size * sum(self._sizes) + before + row % size
+                    yield Part(self.cuts.holder(part), (place,), lambda fused=fused: own[fused])
+
+            yield Weight(name, shape, own.dtype, own.device, parts)
+            before += size
 
 
 @dataclass(frozen=True)
@@ -110,17 +149,46 @@ class Experts:
         ]
         yield self.cuts.expert.whole(torch.cat(halves, self.dimension + 1), 0)
 
+    def weights(self) -> Iterator[Weight]:
+        own, dimension = [p.detach() for p in self.parameters], self.dimension
+        ranks, cut = self.cuts.expert.size, self.cuts.expert_tensor.size
+        shape = [len(own) * ranks, *own[0].shape]
+        shape[dimension + 1] *= cut
+        halves = self.halves if cut > 1 else 1  # uncut ones need not be told apart
+        stretches = list(_stretches(shape[dimension + 1], halves * cut))
+        kept = list(_stretches(own[0].shape[dimension], halves))
+
+        def parts(start: int, stop: int) -> Iterator[Part]:
+            for expert in range(start, stop):
+                part, row = divmod(expert, len(own))
+                for number, stretch in enumerate(stretches):
+                    half, rank = divmod(number, cut)
+                    inside = (slice(None),) * dimension
+                    yield Part(
+                        self.cuts.expert_holder(part, rank),
+                        (slice(expert - start, expert - start + 1), *inside, stretch),
+                        lambda at=(None, *inside, kept[half]), row=row: own[row][at],
+                    )
+
+        yield Weight(self.names[0], tuple(shape), own[0].dtype, own[0].device, parts)
+
+
+def _stretches(length: int, number: int) -> Iterator[slice]:
+    """``length`` in ``number`` equal stretches."""
+    each = length // number
+    return (slice(n * each, (n + 1) * each) for n in range(number))
+
 
 def weight_entries(model: VisionLanguageModel, text, cuts: Cuts) -> list[Entry]:
     """Entries of all parameters of ``model``; ``text`` is the Hugging Face text config."""
-    decoder, tensor = model.language_model, cuts.tensor
+    decoder = model.language_model
     entries: list[Entry] = [
         Same((f"model.visual.{name}",), parameter)
         for name, parameter in model.visual.named_parameters()
     ]
     prefix = "model.language_model"
     entries.append(
-        Same((f"{prefix}.embed_tokens.weight",), decoder.embedding.word_embeddings.weight, tensor)
+        Same((f"{prefix}.embed_tokens.weight",), decoder.embedding.word_embeddings.weight, cuts)
     )
     for number, layer in enumerate(decoder.decoder.layers):
         here = f"{prefix}.layers.{number}"
@@ -130,12 +198,12 @@ def weight_entries(model: VisionLanguageModel, text, cuts: Cuts) -> list[Entry]:
             QKV(
                 tuple(f"{here}.self_attn.{x}_proj.weight" for x in "qkv"),
                 attention.linear_qkv.weight,
-                tensor,
+                cuts,
                 text.num_key_value_heads,
                 text.num_attention_heads // text.num_key_value_heads,
                 text.head_dim,
             ),
-            Same((f"{here}.self_attn.o_proj.weight",), attention.linear_proj.weight, tensor, 1),
+            Same((f"{here}.self_attn.o_proj.weight",), attention.linear_proj.weight, cuts, 1),
             Same((f"{here}.self_attn.q_norm.weight",), attention.q_layernorm.weight),
             Same((f"{here}.self_attn.k_norm.weight",), attention.k_layernorm.weight),
             Same((f"{here}.input_layernorm.weight",), layer.input_layernorm.weight),
@@ -157,7 +225,7 @@ def weight_entries(model: VisionLanguageModel, text, cuts: Cuts) -> list[Entry]:
             ),
         ]
     entries.append(Same((f"{prefix}.norm.weight",), decoder.decoder.final_layernorm.weight))
-    entries.append(Same(("lm_head.weight",), model.head.weight, tensor))
+    entries.append(Same(("lm_head.weight",), model.head.weight, cuts))
     return entries
 
 

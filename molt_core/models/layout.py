@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 _IN_MEMORY = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
-_SEPARATE = re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
+_SEPARATE = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 _PROJECTIONS = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
@@ -57,7 +57,7 @@ class Architecture:
     def published(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors in memory to those of published files: experts contiguous, all others themselves."""
+        """Names and tensors in memory to those of published files: experts are views, all others themselves."""
         for name, tensor in weights:
             expert = _IN_MEMORY.fullmatch(name)
             if expert is None:
@@ -68,10 +68,10 @@ class Architecture:
                     f"{name} has shape {tuple(tensor.shape)}; stacked experts have three dimensions, experts first"
                 )
             if self.experts == "stacked":
-                yield name, tensor.transpose(1, 2).contiguous()
+                yield name, tensor.transpose(1, 2)
                 continue
             projections = _PROJECTIONS[expert[2]]
-            for number, matrix in enumerate(tensor.contiguous()):
+            for number, matrix in enumerate(tensor):
                 for projection, part in zip(projections, matrix.chunk(len(projections))):
                     yield f"{expert[1]}.{number}.{projection}_proj.weight", part
 
@@ -91,6 +91,16 @@ class Architecture:
                     f"model.path: {where} holds {name} {list(shape)}; transformers and vLLM both read {self.model_type} with "
                     f"experts {lie} (H is {hidden}) only: convert its files"
                 )
+
+
+def names_in_memory(published: Iterable[str]) -> frozenset[str]:
+    """Names in published files, of whichever layout, to those in memory."""
+    found = set()
+    for name in published:
+        separate = _SEPARATE.fullmatch(name)
+        stacked = separate and next(s for s, parts in _PROJECTIONS.items() if separate[2] in parts)
+        found.add(f"{separate[1]}.{stacked}_proj" if separate else name)
+    return frozenset(found)
 
 
 ARCHITECTURES = {

@@ -1,15 +1,17 @@
 """Weights on the wire: from the trainer's rank 0 to every engine worker, in buckets, over one process group.
 
-A bucket is a flat byte buffer with the names, shapes and dtypes in it and a checksum. Its description goes through the
-engine's control plane, its bytes through ``broadcast`` (gloo between CPUs, NCCL between GPUs), so no weight passes through a
-file and at most one bucket is whole anywhere, or one tensor where that is larger than a bucket. Dtypes stay what they were;
-names and layout are the published checkpoint's.
+A bucket is a flat byte buffer with some tensors, or some rows of one that is larger than a bucket, and a checksum. Its
+description goes through the engine's control plane, its bytes through ``broadcast`` (gloo between CPUs, NCCL between GPUs),
+so no weight passes through a file. Rows go from the shards that hold them straight into the one bucket that rank 0 has, so no
+trainer rank ever holds a tensor beyond a bucket (or one row, where that is larger). Dtypes stay what they were; names and
+layout are those in memory (``models/layout.py``). The engine's end is ``arrival.py``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-BUCKET_BYTES = 256 * 2**20
+from molt_core.models.layout import names_in_memory
+from molt_core.train.weights import BUCKET_BYTES, Rows, Weight, collect
+
 ALIGNMENT = 16
 CHECKSUM_ROW = 2**13
 OUTPUT_LAYER = "lm_head.weight"
@@ -30,13 +34,37 @@ class RefitError(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a tensor lies in a bucket. ``dtype`` is torch's name for it, e.g. "float32"."""
+    """Where rows ``start`` to ``stop`` of a tensor lie in a bucket: from byte ``offset`` on.
+
+    ``dtype`` is torch's name for it, e.g. "float32"; ``shape`` is the whole tensor's.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    stop: int
     offset: int
-    bytes: int
+
+    @classmethod
+    def of(cls, rows: Rows, offset: int) -> TensorSlot:
+        weight = rows.weight
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return cls(weight.name, dtype, weight.shape, rows.start, rows.stop, offset)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.shape[0]
+
+    @property
+    def end(self) -> int:
+        elements = (self.stop - self.start) * math.prod(self.shape[1:])
+        return self.offset + elements * getattr(torch, self.dtype).itemsize
+
+    def of_bucket(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The rows, a view of the bucket's bytes."""
+        raw = buffer[self.offset : self.end].view(getattr(torch, self.dtype))
+        return raw.view(self.stop - self.start, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -48,7 +76,7 @@ class RefitReport:
 
 
 def checkpoint_names(folder: Path) -> frozenset[str]:
-    """Names of the tensors in a checkpoint folder: what a refit has to bring, no more and no less.
+    """Names in memory of the tensors in a checkpoint folder: what a refit has to bring, no more and no less.
 
     An output layer that is tied to the embedding is the embedding, and comes once, also where the folder holds it twice.
     """
@@ -57,46 +85,46 @@ def checkpoint_names(folder: Path) -> frozenset[str]:
         with safe_open(file, framework="pt") as handle:
             names.update(handle.keys())
     config = json.loads((Path(folder) / "config.json").read_text())
-    return frozenset(names - {OUTPUT_LAYER} if config.get("tie_word_embeddings") else names)
+    return names_in_memory(names - {OUTPUT_LAYER} if config.get("tie_word_embeddings") else names)
 
 
-def buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], limit: int = BUCKET_BYTES
-) -> Iterator[tuple[list[TensorSlot], torch.Tensor]]:
-    """Pack tensors, in order, into uint8 buffers of at most ``limit`` bytes (a larger tensor has a bucket of its own)."""
-    slots: list[TensorSlot] = []
-    parts: list[torch.Tensor] = []
-    offset = 0
-    for name, tensor in weights:
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        padding = -flat.numel() % ALIGNMENT
-        if slots and offset + flat.numel() + padding > limit:
-            yield slots, torch.cat(parts)
-            slots, parts, offset = [], [], 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        slots.append(TensorSlot(name, dtype, tuple(tensor.shape), offset, flat.numel()))
-        parts += [flat, flat.new_zeros(padding)]
-        offset += flat.numel() + padding
-    if slots:
-        yield slots, torch.cat(parts)
+Bucket = list[tuple[Rows, TensorSlot]]
 
 
-def unpack(slots: Sequence[TensorSlot], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, as views of ``buffer``."""
-    for slot in slots:
-        raw = buffer[slot.offset : slot.offset + slot.bytes]
-        yield slot.name, raw.view(getattr(torch, slot.dtype)).view(slot.shape)
+def buckets(weights: Iterable[Weight], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Divide weights, in order, into buckets of at most ``limit`` bytes; moves nothing.
+
+    What fits into a bucket is never cut. What does not has buckets of its own, a slice each (``Weight.slices``), which an
+    engine receives where the tensor is put together.
+    """
+    bucket: Bucket = []
+    for weight in weights:
+        slices = list(weight.slices(limit))
+        offset = -(-bucket[-1][1].end // ALIGNMENT) * ALIGNMENT if bucket else 0
+        if bucket and (len(slices) > 1 or offset + slices[0].bytes > limit):
+            yield bucket
+            bucket, offset = [], 0
+        if len(slices) > 1:
+            yield from ([(rows, TensorSlot.of(rows, 0))] for rows in slices)
+        else:
+            bucket.append((slices[0], TensorSlot.of(slices[0], offset)))
+    if bucket:
+        yield bucket
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """``sum_i (2 i + 1) x_i`` modulo 2^64 over a bucket's 64-bit words x, on whatever device it lies.
+    """``sum_i (2 i + 1) x_i`` modulo 2^64 over the 64-bit words x of some bytes (zeros fill the last), on their device.
 
     Odd factors, so that any change of one word is seen; factors of the place, so that exchanged words are. Over rows of words
-    that is a sum of their column sums and their row sums, which reads the bucket twice and writes nothing of its size.
+    that is a sum of their column sums and their row sums, which reads the bytes twice and writes nothing of their size.
     """
-    words = buffer.view(torch.int64)
+    if buffer.storage_offset() % 8:
+        buffer = buffer.clone()
+    last = buffer.new_zeros(8)
+    last[: len(buffer) % 8] = buffer[len(buffer) // 8 * 8 :]
+    words = buffer[: len(buffer) // 8 * 8].view(torch.int64)
     whole = len(words) // CHECKSUM_ROW * CHECKSUM_ROW
-    rest = _weighed(words[whole:][None], whole)
+    rest = _weighed(words[whole:][None], whole) + _weighed(last.view(torch.int64)[None], len(words))
     return int(_weighed(words[:whole].view(-1, CHECKSUM_ROW), 0) + rest)
 
 
@@ -107,49 +135,6 @@ def _weighed(rows: torch.Tensor, first: int) -> torch.Tensor:
     column = (rows.sum(0) * torch.arange(width, device=device)).sum()
     row = (sums * (first + width * torch.arange(count, device=device))).sum()
     return 2 * (column + row) + sums.sum()
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What arrived under a name, to be found again in the engine."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    checksum: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Sent:
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        padding = -raw.numel() % 8
-        if padding or raw.storage_offset() % 8:
-            raw = torch.cat([raw, raw.new_zeros(padding)])
-        return cls(tuple(tensor.shape), tensor.dtype, checksum(raw))
-
-
-def check_kept(
-    sent: Mapping[str, Sent],
-    kept: Mapping[str, torch.Tensor],
-    engine_name: Callable[[str], str | None],
-) -> int:
-    """Compare each tensor with the engine's own, where it keeps it as it came; returns how many were compared.
-
-    Fused, packed and cut tensors have another name or shape in the engine and are left to the probe. Raises RefitError that
-    names a tensor which is not what was sent, or where nothing could be compared.
-    """
-    compared = 0
-    for name, expected in sent.items():
-        tensor = kept.get(engine_name(name))
-        if tensor is None or (tuple(tensor.shape), tensor.dtype) != (
-            expected.shape,
-            expected.dtype,
-        ):
-            continue
-        if Sent.of(tensor) != expected:
-            raise RefitError(f"{name}: the engine holds another tensor than was sent")
-        compared += 1
-    if sent and not compared:
-        raise RefitError(f"none of the {len(sent)} tensors sent is found in the engine")
-    return compared
 
 
 def join_group(
@@ -172,17 +157,24 @@ def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
 
 def send(
     group: dist.ProcessGroup,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Sequence[Weight],
     announce: Callable[[dict], Callable[[], None]],
     expected_names: frozenset[str],
+    limit: int = BUCKET_BYTES,
 ) -> RefitReport:
-    """Send all weights. ``announce(description)`` tells the engines about a bucket and returns a wait for their answer.
+    """Rank 0: send all weights. ``announce(description)`` tells the engines about a bucket; returns a wait for their answer.
 
     Raises RefitError with the engines' own error where they have one, or with the names that were missing or unknown.
     """
     names: set[str] = set()
     total = 0
-    for slots, buffer in buckets(weights):
+    planned = list(buckets(weights, limit))
+    largest = max((bucket[-1][1].end for bucket in planned), default=0)
+    memory = torch.empty(largest, dtype=torch.uint8, device=weights[0].device if weights else None)
+    for bucket in planned:
+        slots = [slot for _, slot in bucket]
+        buffer = memory[: slots[-1].end]
+        collect((rows, slot.of_bucket(buffer)) for rows, slot in bucket)
         wait = announce(
             {
                 "slots": [vars(slot) for slot in slots],
@@ -204,3 +196,9 @@ def send(
             f"refit is not the whole checkpoint: missing {missing[:5]}, unknown {unknown[:5]}"
         )
     return RefitReport(len(names), total)
+
+
+def take_part(weights: Sequence[Weight], limit: int = BUCKET_BYTES) -> None:
+    """The other ranks: give rank 0, which is in ``send`` with the same weights, the rows that lie here."""
+    for bucket in buckets(weights, limit):
+        collect((rows, None) for rows, _ in bucket)

@@ -1,4 +1,4 @@
-"""The engine's end of a refit: a vLLM weight-transfer engine that receives ``refit.py``'s buckets.
+"""The engine's end of a refit in vLLM: a weight-transfer engine that receives ``refit.py``'s buckets.
 
 Runs in vLLM's worker process. Loading goes through vLLM's layerwise reload, because on the CPU the original tensors are gone
 after load (packed for oneDNN) and on a GPU several layouts are post-processed as well.
@@ -25,16 +25,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from molt_core.rollout.refit import (
-    RefitError,
-    Sent,
-    TensorSlot,
-    broadcast,
-    check_kept,
-    checksum,
-    join_group,
-    unpack,
-)
+from molt_core.models.layout import ARCHITECTURES
+from molt_core.rollout.arrival import Arrival, check_kept
+from molt_core.rollout.refit import RefitError, TensorSlot, broadcast, join_group
 
 # It warns at every refit of modules that have no weights to load (rotary embeddings).
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -84,7 +77,7 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
         self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        self._sent: dict[str, Sent] = {}
+        self._arrival = Arrival(self.device)
         if self.device.type == "cpu":
             # vLLM 0.32 re-packs the experts for the CPU only where no kernel exists yet; without this the unpacked weights
             # land where packed ones are read, and every log-probability is silently wrong from the first refit on.
@@ -98,21 +91,19 @@ class BucketReceiver(WeightTransferEngine[JoinInfo, BucketInfo]):
         if self.group is None:
             raise RefitError("a bucket arrived before the engine joined the trainer's group")
         slots = [TensorSlot(**slot) for slot in update_info.slots]
-        buffer = torch.empty(update_info.size, dtype=torch.uint8, device=self.device)
+        buffer = self._arrival.buffer(slots, update_info.size)
         broadcast(self.group, buffer)
-        if checksum(buffer) != update_info.checksum:
-            raise RefitError(
-                f"bucket {slots[0].name} .. {slots[-1].name} arrived with a wrong checksum"
-            )
-        self._sent.update((name, Sent.of(tensor)) for name, tensor in unpack(slots, buffer))
-        self.model.load_weights(unpack(slots, buffer))
+        tensors = self._arrival.take(slots, buffer, update_info.checksum)
+        architecture = ARCHITECTURES[self.model_config.hf_config.model_type]
+        self.model.load_weights(architecture.published(tensors))
 
     def finish_weight_update(self) -> None:
+        self._arrival.finish()
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
         kept = dict(self.model.named_parameters())
-        check_kept(self._sent, kept, self.model.hf_to_vllm_mapper.map_name)
+        check_kept(self._arrival.sent, kept, self.model.hf_to_vllm_mapper.map_name)
 
     def shutdown(self) -> None:
         self.group = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -21,6 +21,7 @@ import torch
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.routing import Choice
+from molt_core.train.weights import Weight
 
 
 @runtime_checkable
@@ -74,12 +75,11 @@ class TrainBackend(Protocol):
         """L2 norm of what the last step added to the weights, over that of the weights; over all ranks, each weight once."""
         ...
 
-    def named_weights(
-        self, leave_out: frozenset[str] = frozenset()
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights, less those of ``leave_out``, under their Hugging Face in-memory names, shapes and dtypes.
+    def weights(self, leave_out: frozenset[str] = frozenset()) -> Sequence[Weight]:
+        """What the weights are, less those of ``leave_out``, and which rank holds which of their rows: no values yet.
 
-        The same on every rank. Tied weights appear once. A generator: at most one whole tensor is alive at a time.
+        Names, shapes and dtypes are Hugging Face's in memory, tied weights appear once, and all ranks give the same list.
+        ``train/weights.py`` moves the rows, for every backend. Good until the next step.
         """
         ...
 

@@ -7,7 +7,7 @@ state and reductions are float32; the forward pass computes in ``model.dtype``, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from molt_core.train.optimizer import decays, lr_factor, squared_update_and_weig
 from molt_core.train.policy import ActionPolicy, ValueModel
 from molt_core.train.routing import Choice
 from molt_core.train.state import FIRST, KINDS, SECOND, WEIGHTS, load_state, save_state
+from molt_core.train.weights import Part, Weight, held_rows
 
 PREFIX = "policy."
 
@@ -132,13 +133,12 @@ class FSDP2Model:
         dist.all_reduce(squares)
         return float((squares[0] / squares[1]).sqrt())
 
-    @torch.no_grad()
-    def named_weights(
-        self, leave_out: frozenset[str] = frozenset()
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._sharded.items():
-            if name not in leave_out:
-                yield name, parameter.detach().to(self.dtype).full_tensor()
+    def weights(self, leave_out: frozenset[str] = frozenset()) -> Sequence[Weight]:
+        return [
+            sharded_weight(name, parameter, self.dtype)
+            for name, parameter in self._sharded.items()
+            if name not in leave_out
+        ]
 
     def save(self, folder: Path) -> Future:
         return save_state(self._state(), self._steps, folder, self._checkpoint_group)
@@ -163,6 +163,17 @@ class FSDP2Model:
             state[FIRST][name] = _like(parameter, moments["exp_avg"])
             state[SECOND][name] = _like(parameter, moments["exp_avg_sq"])
         return state
+
+
+def sharded_weight(name: str, parameter: DTensor, dtype: torch.dtype) -> Weight:
+    """A parameter that is cut along its rows over all ranks, given out in ``dtype``."""
+    shard, ranks = parameter.detach().to_local(), parameter.device_mesh.size()
+
+    def parts(start: int, stop: int) -> Iterator[Part]:
+        for rank, own, place in held_rows(len(parameter), ranks, start, stop):
+            yield Part(rank, (place,), lambda own=own: shard[own])
+
+    return Weight(name, tuple(parameter.shape), dtype, shard.device, parts)
 
 
 def _like(parameter: DTensor, local: torch.Tensor) -> DTensor:

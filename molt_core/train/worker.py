@@ -22,7 +22,6 @@ from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.registry import load_plugins
 from molt_core.config import ModelConfig, RunConfig
-from molt_core.models.layout import Architecture
 from molt_core.models.load import (
     atomic_folder,
     check_same_tokens,
@@ -37,6 +36,7 @@ from molt_core.train.objective import forward_backward, row_logprobs, score
 from molt_core.train.ranks import RankGroup, added, everywhere, memory_peak_bytes
 from molt_core.train.routing import check_recorded
 from molt_core.train.split import filler_row, shares, split_units
+from molt_core.train.weights import whole_weights
 from molt_core.types import Trajectory
 
 TIMEOUT_S = 120.0
@@ -232,12 +232,13 @@ class TrainerRank(CriticRank):
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder (rank 0), whole or not at all."""
+        weights = whole_weights(self.backend.weights())
         if self.rank != 0:
-            for _ in self.backend.named_weights():
+            for _ in weights:  # sends its rows
                 pass
             return
         with atomic_folder(folder) as scratch:
-            save_policy(self.backend.named_weights(), self.checkpoint, scratch)
+            save_policy(weights, self.checkpoint, scratch)
 
     def open_refit(self) -> tuple[str, int]:
         """Rank 0: listen for the engines; returns where."""
@@ -248,23 +249,19 @@ class TrainerRank(CriticRank):
         device = torch.device(self.config.trainer.device)
         self.refit_group = refit.join_group(self.store, 0, size, device, TIMEOUT_S)
         self.expected_names = refit.checkpoint_names(self.checkpoint)
-        self.architecture = Architecture.of(self.checkpoint)
 
     def send_weights(self, engines: Sequence[Any]) -> refit.RefitReport | None:
-        """Rank 0 sends, the other ranks take part in gathering each tensor. What is frozen goes out the first time only."""
+        """Rank 0 sends, the other ranks give it the rows that they hold. What is frozen goes out the first time only."""
         known, self.engines_know = self.engines_know, self.backend.frozen
-        weights = self.backend.named_weights(leave_out=known)
+        weights = self.backend.weights(leave_out=known)
         if self.rank != 0:
-            for _ in weights:
-                pass
-            return None
+            return refit.take_part(weights)
 
         def announce(description: dict):
             answers = [engine.receive.remote(description) for engine in engines]
             return lambda: ray.get(answers, timeout=TIMEOUT_S)
 
-        published = self.architecture.published(weights)
-        return refit.send(self.refit_group, published, announce, self.expected_names - known)
+        return refit.send(self.refit_group, weights, announce, self.expected_names - known)
 
 
 class TrainerGroup(RankGroup):

@@ -16,6 +16,7 @@ from tests.harness.trainer_cases import (
     OPTIMIZER,
     PLAIN,
     STEPS,
+    given_out,
     policy_gradient_loss,
     share,
     trajectories,
@@ -51,7 +52,7 @@ def run(rank: int, world_size: int, port: int, checkpoint: Path, out: Path) -> N
             backend = backend_class(checkpoint, MODEL, OPTIMIZER, trainer, STEPS)
             micro_batches = share(rows, backend.data_rank, backend.data_size, trainer)
             steps = [_step(backend, micro_batches, rows) for _ in range(STEPS)]
-            weights = {name: weight.clone() for name, weight in backend.named_weights()}
+            weights = given_out(backend)
             results[name, cut] = (*zip(*steps), weights, backend.update_ratio())
             if name == "megatron":
                 parallel_state.destroy_model_parallel()

@@ -20,6 +20,7 @@ from tests.harness.trainer_cases import (
     backend_logprobs,
     backend_step,
     backend_training,
+    given_out,
     trajectories,
     with_random_records,
 )
@@ -67,7 +68,7 @@ def train(
         backend = build()
         micro_batches = share(checkpoint, images_per_row, backend.data_rank, backend.data_size)
         denominator = sum(row.action_tokens for row in trajectories(checkpoint, images_per_row))
-        untouched = {n: w.clone() for n, w in backend.named_weights()}
+        untouched = given_out(backend)
         scores = []
         with torch.no_grad():
             for rows, values in micro_batches:
@@ -92,7 +93,7 @@ def train(
         interrupted.save(out / f"{name}-checkpoint").result()
         resumed.load(out / f"{name}-checkpoint")
         backend_step(resumed, micro_batches, denominator)
-        again = {n: w.clone() for n, w in resumed.named_weights()}
+        again = given_out(resumed)
         resumed.load(out / "plain")
         backend_step(resumed, micro_batches, denominator)
         torch.save(
@@ -104,8 +105,9 @@ def train(
                 "norms": norms,
                 "update_ratio": backend.update_ratio(),
                 "weights": weights,
+                "held": {n: w for e in backend._entries for n, w in zip(e.names, e.whole())},
                 "resumed": again,
-                "from_plain": {n: w.clone() for n, w in resumed.named_weights()},
+                "from_plain": given_out(resumed),
             },
             out / f"{name}-{rank}.pt",
         )

@@ -91,12 +91,11 @@ def test_steps_equal_one_process(results, oracle, layout):
 
 @pytest.mark.distributed
 @every_layout
-def test_every_rank_gives_out_the_same_weights(results, policy, layout):
+def test_rank_0_gives_out_in_slices_what_every_rank_holds_a_part_of(results, policy, layout):
     loaded = dict(policy.named_parameters())
-    first = results[layout][0]["weights"]
     for rank in results[layout]:
         assert largest_difference(rank["untouched"], loaded) == 0
-        assert largest_difference(rank["weights"], first) == 0
+        assert largest_difference(rank["held"], rank["weights"]) == 0
 
 
 @pytest.mark.distributed

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -24,11 +25,14 @@ from molt_core.train.collate import MicroBatch, collate, mrope_positions
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.split import filler_row, split_rows
 from molt_core.train.state import SavedState
+from molt_core.train.weights import whole_weights
 from molt_core.types import ImageInput, Trajectory, Turn
 
 MODEL = ModelConfig(builtin="tiny-qwen3-vl-moe")
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=1.0, clip_norm=1.0)
 STEPS = 3
+SLICE_BYTES = 10_000
+"""Of weights as they are collected: less than an expert in some, several experts in others."""
 
 
 def rescaled_checkpoint(
@@ -307,14 +311,23 @@ def disturbed_training(
     for _ in range(STEPS):
         for factor, apply in ((math.nan, True), (0.0, True), (3.0, False), (1.0, True)):
             norms.append(backend_step(backend, micro_batches, denominator, factor, apply))
-    return norms, {name: weight.clone() for name, weight in backend.named_weights()}
+    return norms, given_out(backend)
 
 
 def backend_training(
     backend: TrainBackend, micro_batches, denominator: int
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     norms = [backend_step(backend, micro_batches, denominator) for _ in range(STEPS)]
-    return norms, {name: weight.clone() for name, weight in backend.named_weights()}
+    return norms, given_out(backend)
+
+
+def given_out(
+    backend: TrainBackend, leave_out: frozenset[str] = frozenset()
+) -> dict[str, torch.Tensor]:
+    """The weights as rank 0 gets them, most of them in slices; the same on every rank."""
+    found = [dict(whole_weights(backend.weights(leave_out), SLICE_BYTES))]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def largest_difference(

@@ -1,8 +1,10 @@
 """Small valid objects of the data contract, for tests."""
 
 import numpy as np
+import torch
 
 from molt_core.algo.aggregation import WeightedRollout
+from molt_core.train.weights import Part, Weight
 from molt_core.types import NOT_SAMPLED, Group, ImageInput, Rollout, Trajectory, Turn
 
 
@@ -50,3 +52,12 @@ def group(
     )
     generated = sum(rollout.action_tokens for rollout in rollouts)
     return Group(prompt_id or f"p{index}", index, rollouts, generated, version)
+
+
+def weight(name: str, tensor: torch.Tensor) -> Weight:
+    """A weight that lies whole on rank 0."""
+
+    def parts(start: int, stop: int) -> list[Part]:
+        return [Part(0, (), lambda: tensor[start:stop])]
+
+    return Weight(name, tuple(tensor.shape), tensor.dtype, tensor.device, parts)

@@ -20,6 +20,7 @@ from tests.harness.trainer_cases import (
     OPTIMIZER,
     STEPS,
     free_port,
+    given_out,
     largest_difference,
     oracle_logits,
     rescaled_checkpoint,
@@ -78,7 +79,7 @@ def step(rank: CriticRank, checkpoint: Path) -> CriticResult:
 
 
 def weights(rank: CriticRank) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in rank.critic.named_weights()}
+    return given_out(rank.critic)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from tests.harness.trainer_cases import (
     STEPS,
     advantages,
     backend_step,
+    given_out,
     largest_difference,
     rescaled_checkpoint,
     trajectories,
@@ -46,7 +47,7 @@ def exported(tmp_path_factory) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     rows = trajectories(policy, (1, 0))
     step = ([(rows, advantages(rows))], sum(row.action_tokens for row in rows))
     backend_step(backend, *step)
-    weights = {name: weight.clone() for name, weight in backend.named_weights()}
+    weights = given_out(backend)
     store = CheckpointStore(folder / "run" / "checkpoints", CheckpointConfig())
     draft = store.draft(1)
     backend.save(draft / "trainer").result()

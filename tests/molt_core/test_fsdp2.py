@@ -24,6 +24,7 @@ from tests.harness.trainer_cases import (
     backend_training,
     disturbed_training,
     free_port,
+    given_out,
     kept_bytes,
     largest_difference,
     oracle_logits,
@@ -121,7 +122,7 @@ def _rank(rank: int, port: int, checkpoint: Path, out: Path) -> None:
         resumed.load(out / folder)
         look(resumed, share)
         backend_step(resumed, share, denominator(checkpoint))
-        again.append({name: weight.clone() for name, weight in resumed.named_weights()})
+        again.append(given_out(resumed))
     torch.save((norms, weights, *again), out / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -162,7 +163,7 @@ def test_one_rank_goes_on_from_two_and_two_from_one(checkpoint, two_ranks):
     alone = build(checkpoint)
     alone.load(out / "state")
     backend_step(alone, micro_batches(checkpoint, alone, 100), denominator(checkpoint))
-    found = {name: weight.clone() for name, weight in alone.named_weights()}
+    found = given_out(alone)
     assert largest_difference(found, results[0][1]) < 5e-6
     for _, weights, _, from_one in results:
         assert largest_difference(from_one, weights) < 5e-6
@@ -178,7 +179,7 @@ def test_it_saves_what_the_plain_trainer_holds_and_goes_on_from_it(checkpoint, o
     resumed = build(checkpoint)
     resumed.load(save_form(oracle.before_last, tmp_path / "plain"))
     backend_step(resumed, *step)
-    assert largest_difference(dict(resumed.named_weights()), oracle.weights) < 5e-6
+    assert largest_difference(given_out(resumed), oracle.weights) < 5e-6
 
 
 def test_frozen_routers_are_named_and_can_be_left_out(checkpoint):
@@ -191,7 +192,7 @@ def test_frozen_routers_are_named_and_can_be_left_out(checkpoint):
     )
     gates = {f"model.language_model.layers.{n}.mlp.gate.weight" for n in (0, 1)}
     assert frozen.frozen == gates
-    everything, less = (dict(frozen.named_weights(out)) for out in (frozenset(), frozen.frozen))
+    everything, less = (given_out(frozen, out) for out in (frozenset(), frozen.frozen))
     assert everything.keys() - less.keys() == gates
     assert build(checkpoint).frozen == frozenset()
 
@@ -202,7 +203,7 @@ def test_bfloat16_computes_near_float32_over_float32_weights(checkpoint):
     half = MODEL.model_copy(update={"dtype": "bfloat16"})
     backend = FSDP2Backend(checkpoint, half, OPTIMIZER, TrainerConfig(), STEPS)
     assert {parameter.dtype for parameter in backend.root.parameters()} == {torch.float32}
-    assert {weight.dtype for _, weight in backend.named_weights()} == {torch.bfloat16}
+    assert {weight.dtype for weight in given_out(backend).values()} == {torch.bfloat16}
     found, expected = backend_logprobs(backend, batch), backend_logprobs(build(checkpoint), batch)
     difference = (found - expected).abs()
     assert 1e-4 < float(difference.mean()) < 0.1

@@ -2,28 +2,27 @@
 
 import torch
 
-from molt_core.models.layout import ARCHITECTURES
 from molt_core.rollout import refit
 from molt_core.train.worker import TrainerRank
+from tests.molt_core.make import weight
 
 
 class Backend:
     frozen = frozenset({"gate"})
 
-    def named_weights(self, leave_out=frozenset()):
-        return ((n, torch.zeros(2)) for n in ("gate", "norm") if n not in leave_out)
+    def weights(self, leave_out=frozenset()):
+        return [weight(n, torch.zeros(2)) for n in ("gate", "norm") if n not in leave_out]
 
 
 def test_frozen_weights_are_sent_the_first_time_only(monkeypatch):
     sent = []
 
     def send(group, weights, announce, expected_names):
-        sent.append(([name for name, _ in weights], expected_names))
+        sent.append(([one.name for one in weights], expected_names))
 
     monkeypatch.setattr(refit, "send", send)
     rank = TrainerRank.__new__(TrainerRank)  # the parts that a refit uses
     rank.rank, rank.backend, rank.refit_group = 0, Backend(), None
-    rank.architecture = ARCHITECTURES["qwen3_moe"]
     rank.engines_know, rank.expected_names = frozenset(), frozenset({"gate", "norm"})
     for _ in range(3):
         rank.send_weights([])

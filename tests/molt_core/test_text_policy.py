@@ -47,11 +47,14 @@ from tests.harness.trainer_cases import (
     trajectories,
     with_random_records,
 )
+from tests.molt_core.make import weight
 from tests.molt_core.test_loop import run_config, run_loop
 
 MODEL = ModelConfig(builtin="tiny-qwen3-moe")
 PROMPT, NEW = [5, 17, 42, 99, 3], 12
 EXPERTS = 8
+LIMIT = 2**14
+"""Bytes of a bucket of a refit: the stacked experts come in several."""
 PARITY = "tests.molt_core.test_loop:ParityAgent"
 
 
@@ -164,7 +167,9 @@ async def _play(folder: Path, other: Path) -> tuple[Sampled, Sampled]:
     for version in (1, 2):
         await engine.pause()
         names = refit.checkpoint_names(other)
-        await asyncio.to_thread(refit.send, group, iterate_weights(other), announce, names)
+        policy = load_policy(other)
+        weights = [weight(name, tensor.detach()) for name, tensor in policy.named_parameters()]
+        await asyncio.to_thread(refit.send, group, weights, announce, names, LIMIT)
         await engine.resume(version)
     after = await sample()
     engine.shutdown()

@@ -23,7 +23,12 @@ from molt_core.train.objective import row_logprobs
 from molt_core.train.split import shares
 from molt_core.train.worker import StepResult, TrainerGroup, TrainerRank
 from molt_core.types import Batch, Group, Rollout
-from tests.harness.trainer_cases import free_port, rescaled_checkpoint, trajectories
+from tests.harness.trainer_cases import (
+    free_port,
+    given_out,
+    rescaled_checkpoint,
+    trajectories,
+)
 from tests.molt_core.make import weighted
 
 
@@ -115,7 +120,7 @@ def step(rank: TrainerRank, rollouts: list[WeightedRollout]):
 
 
 def weights(rank: TrainerRank) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in rank.backend.named_weights()}
+    return given_out(rank.backend)
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -254,12 +259,12 @@ def test_a_critic_beside_the_policy_learns_and_resumes_bit_for_bit(
     rank.begin_save(tmp_path)
     rank.finish_save()
     both_step(rank)
-    straight = (weights(rank), {n: w.clone() for n, w in rank.critic.named_weights()})
+    straight = (weights(rank), given_out(rank.critic))
     again = start({"lr": 0.01}, advantage="gae")
     again.load(tmp_path)
     both_step(again)
     assert equal(weights(again), straight[0])
-    assert equal(dict(again.critic.named_weights()), straight[1])
+    assert equal(given_out(again.critic), straight[1])
 
 
 class Local:
