@@ -7,7 +7,7 @@ In memory (transformers) a layer's experts are two stacked tensors, ``gate_up_pr
     separate    a tensor an expert and projection, ``experts.7.gate_proj.weight [I, H]``, ``up``, ``down``      Qwen3-MoE
 
 Of a stacked tensor nothing but the shape tells which way it lies, and nothing at all where H equals 2I or I. Hence one rule:
-the layout in memory everywhere in this project, the published one only in files and on the way to the engine, converted by
+the layout in memory everywhere in this project, the published one only in files and for vLLM's loader, converted by
 ``Architecture.published`` and by nothing else. Back from files it is transformers' own loader.
 """
 
