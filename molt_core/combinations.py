@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from molt_core.algo.config import BUILT_IN_WITHOUT_CRITIC, GROUP_ESTIMATORS, LOSSES
+from molt_core.algo.config import (
+    BUILT_IN_WITHOUT_CRITIC,
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    LOSSES,
+)
 
 if TYPE_CHECKING:
     from molt_core.config import RunConfig
@@ -70,10 +75,26 @@ def filters_that_keep_something(config: RunConfig) -> None:
             "rollout.drop_zero_variance drops every group of one sample; set rollout.samples_per_prompt to 2 or more, or "
             "drop_zero_variance: false"
         )
-    if config.rollout.drop_zero_variance and config.algorithm.advantage == "on_policy_distillation":
+    advantage = config.algorithm.advantage
+    other = advantage in ESTIMATORS and advantage not in GROUP_ESTIMATORS
+    if config.rollout.drop_zero_variance and other:
         raise ValueError(
-            "rollout.drop_zero_variance filters by rewards, which algorithm.advantage: on_policy_distillation does not "
-            "train on; set it to false"
+            f"rollout.drop_zero_variance drops groups of equal rewards, which algorithm.advantage: {advantage} learns from; "
+            "set it to false"
+        )
+
+
+def lengths_that_are_reached(config: RunConfig) -> None:
+    steps, warmup = config.loop.steps, config.optimizer.warmup_steps
+    if warmup >= steps:
+        raise ValueError(
+            f"optimizer.warmup_steps {warmup} is never over in loop.steps {steps}; set it to less"
+        )
+    new, longest = config.rollout.sampling.max_new_tokens, config.model.max_length
+    if new >= longest:
+        raise ValueError(
+            f"rollout.sampling.max_new_tokens {new} leaves no prompt room in model.max_length {longest}; raise max_length, or "
+            "lower max_new_tokens"
         )
 
 
@@ -117,6 +138,7 @@ CHECKS = (
     routes_are_recorded,
     clips_that_act,
     filters_that_keep_something,
+    lengths_that_are_reached,
     what_the_estimator_needs,
     a_critic_that_is_trained_as_it_says,
 )

@@ -6,7 +6,7 @@ Every field that changes a result has its place here and in the report's protoco
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -85,7 +85,10 @@ class OptimizerConfig(Strict):
     """One frozen AdamW specification, read by every backend."""
 
     lr: float = Field(1e-3, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[
+        Annotated[float, Field(ge=0, lt=1)],
+        Annotated[float, Field(ge=0, lt=1)],
+    ] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     decay_filter: Literal["matrices", "all"] = Field(

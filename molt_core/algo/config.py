@@ -90,6 +90,11 @@ class CorrectionConfig(Strict):
         where = "algorithm.correction."
         if self.low > self.high:
             raise ValueError(f"{where}low {self.low} is above {where}high {self.high}: swap them")
+        if self.gate == "ratio" and self.level != "off" and not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"{where}low {self.low} and high {self.high} leave out the ratio 1, that of a token which is on policy; set "
+                "low to 1 or less and high to 1 or more"
+            )
         if self.mode == "truncate" and self.low > 0:
             raise ValueError(f"{where}mode: truncate has no lower bound; set low: 0, or mode: clip")
         if self.mode != "mask" and self.level == "geometric":

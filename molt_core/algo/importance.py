@@ -30,7 +30,7 @@ def correction(
     sequence: torch.Tensor,
     config: CorrectionConfig,
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Weights ``[N]`` without gradient, and metrics a token.
+    """Weights ``[N]`` without gradient, and what shows them at work: which tokens a bound or a mask has changed, ``[N]`` bool.
 
     With rho = proximal over behaviour policy and u = ``gate_statistic``, token by token: "truncate" gives min(u, high)
     (truncated importance sampling, Ionides 2008, doi 10.1198/106186008X320456), "clip" clamps u to [low, high], "mask" gives
@@ -46,23 +46,15 @@ def correction(
     proximal_logprobs = proximal_logprobs.detach()
     rho = log_ratio(proximal_logprobs, behaviour_logprobs).exp()
     if config.level == "off":
-        weights, indicator = torch.ones_like(rho), {}
-    else:
-        u = gate_statistic(proximal_logprobs, behaviour_logprobs, sequence, config)
-        above, outside = u > config.high, (u > config.high) | (u < config.low)
-        if config.mode == "truncate":
-            weights, indicator = u.clamp(max=config.high), {"importance_truncated": above}
-        elif config.mode == "clip":
-            weights, indicator = u.clamp(config.low, config.high), {"importance_clipped": outside}
-        else:
-            kept = rho if config.truncate_kept is None else rho.clamp(max=config.truncate_kept)
-            weights, indicator = torch.where(outside, 0.0, kept), {"importance_masked": outside}
-    return weights, {
-        "importance_ratio": rho,
-        "importance_weight": weights,
-        "importance_weight_squared": weights.square(),
-        **indicator,
-    }
+        return torch.ones_like(rho), {}
+    u = gate_statistic(proximal_logprobs, behaviour_logprobs, sequence, config)
+    above, outside = u > config.high, (u > config.high) | (u < config.low)
+    if config.mode == "truncate":
+        return u.clamp(max=config.high), {"importance_truncated": above}
+    if config.mode == "clip":
+        return u.clamp(config.low, config.high), {"importance_clipped": outside}
+    kept = rho if config.truncate_kept is None else rho.clamp(max=config.truncate_kept)
+    return torch.where(outside, 0.0, kept), {"importance_masked": outside}
 
 
 def gate_statistic(

@@ -6,7 +6,7 @@ the number of tokens after adding up the ranks they are the step's metrics, what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,14 @@ from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.importance import correction
 from molt_core.algo.kl import k3, kl_loss
-from molt_core.algo.losses import LossTokens, loss_function
+from molt_core.algo.losses import LossTokens, loss_function, ratio
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.routing import routing_sums
 from molt_core.types import Trajectory
+
+OWN_SUMS = ("tokens", "tokens_forward", "tokens_kept", "loss")
 
 
 def forward_backward(
@@ -39,7 +41,7 @@ def forward_backward(
     current policy), ``kl_reference`` where there is one, and the loss's and the correction's indicators; with routers, those
     of ``routing.routing_sums``. What only fills up a short share (``split.filler_row``) is no work and is not counted.
     """
-    sums: dict[str, Any] = dict.fromkeys(("tokens", "tokens_forward", "tokens_kept", "loss"), 0)
+    sums: dict[str, Any] = dict.fromkeys(OWN_SUMS, 0)
     for number, rollouts in enumerate(micro_batches):
         rows = [segment for rollout in rollouts for segment in rollout.segments]
         batch = collate(rows, [rollout.advantages for rollout in rollouts])
@@ -71,23 +73,29 @@ def weighted_loss(
     """
     counts = [len(rollout.weights) for rollout in rollouts]
     sequence = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(logprobs.device)
-    behaviour = batch.behaviour_logprobs
-    proximal = logprobs.detach() if algorithm.proximal == "current" else behaviour
-    importance, metrics = correction(proximal, behaviour, sequence, algorithm.correction)
+    behaviour, current = batch.behaviour_logprobs, logprobs.detach()
+    proximal = current if algorithm.proximal == "current" else behaviour
+    importance, corrected = correction(proximal, behaviour, sequence, algorithm.correction)
     tokens = LossTokens(logprobs, proximal, behaviour, batch.advantages, sequence)
-    per_token, loss_metrics = loss_function(algorithm.loss)(tokens, algorithm)
+    per_token, indicators = loss_function(algorithm.loss)(tokens, algorithm)
+    check_result(algorithm.loss, len(logprobs), per_token, indicators)
     per_token = per_token * importance
+    whole = importance
+    if algorithm.proximal == "rollout":  # where the loss has the ratio within it
+        whole = whole * ratio(current, behaviour)
     metrics = {
         "tokens_kept": importance != 0,
         "entropy": entropy.detach(),
-        "kl": k3(behaviour, logprobs.detach()),
-        **metrics,
-        **loss_metrics,
+        "kl": k3(behaviour, current),
+        "importance_ratio": ratio(current, behaviour),
+        "importance_weight": whole,
+        "importance_weight_squared": whole.square(),
+        **corrected,
     }
     penalty, reference = algorithm.kl, None
     if rollouts[0].reference_logprobs is not None:
         reference = flat(rollouts, "reference_logprobs").to(logprobs.device)
-        metrics["kl_reference"] = k3(logprobs.detach(), reference) * importance
+        metrics["kl_reference"] = k3(current, reference) * importance
     if penalty.coef and penalty.place == "loss":
         if penalty.base == "reference":
             kl = kl_loss(penalty.estimator, logprobs, reference, False) * importance
@@ -97,7 +105,23 @@ def weighted_loss(
     if algorithm.entropy_coef:
         per_token = per_token - algorithm.entropy_coef * entropy
     weights = flat(rollouts, "weights").to(logprobs.device)
-    return (per_token * weights).sum(), metrics
+    if taken := indicators.keys() & {*metrics, *OWN_SUMS}:
+        raise ValueError(
+            f"algorithm.loss: {algorithm.loss} returned an indicator {min(taken)}, which is a metric already; rename it"
+        )
+    return (per_token * weights).sum(), {**metrics, **indicators}
+
+
+def check_result(
+    loss: str, count: int, per_token: torch.Tensor, indicators: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ValueError unless a loss and its indicators are one number a token: another shape would weigh tokens otherwise."""
+    for name, values in {"loss": per_token, **indicators}.items():
+        if tuple(values.shape) != (count,):
+            raise ValueError(
+                f"algorithm.loss: {loss} returned {name} of shape {list(values.shape)} for {count} tokens; one number a token "
+                f"is due, [{count}]: weights and means are the objective's part"
+            )
 
 
 def flat(rollouts: Sequence[WeightedRollout], field: str) -> torch.Tensor:

@@ -132,7 +132,7 @@ def test_a_clip_of_a_ratio_that_is_always_one_is_refused(option):
         ),
         (
             {"algorithm": {"advantage": "on_policy_distillation", "teacher": "folder"}},
-            "filters by rewards",
+            "equal rewards, which algorithm.advantage: on_policy_distillation learns from",
         ),
     ],
 )
@@ -167,6 +167,19 @@ def test_another_trainer_may_have_a_critic_in_processes_of_its_own():
     assert RunConfig.model_validate(BASE | {"trainer": {"world_size": 3}}).trainer_processes == 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"optimizer": {"warmup_steps": 9}, "loop": {"steps": 9}}, "is never over in loop.steps 9"),
+        ({"model": {"max_length": 8}}, "leaves no prompt room in model.max_length 8"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "less than 1"),
+    ],
+)
+def test_a_length_that_is_never_reached_is_refused(changes, match):
+    changes = {key: {**BASE.get(key, {}), **value} for key, value in changes.items()}
+    refused(changes, match)
+
+
 def test_a_penalty_against_the_policy_that_is_stepped_is_refused():
     kl = {"algorithm": {"kl": {"coef": 0.1, "base": "behaviour"}}}
     refused(kl | {"loop": {"max_staleness": 0}}, "has no effect with loop.max_staleness: 0")
@@ -179,6 +192,8 @@ def test_a_penalty_against_the_policy_that_is_stepped_is_refused():
         ({"low": 3.0, "mode": "mask"}, "swap them"),
         ({"low": 0.5}, "truncate has no lower bound"),
         ({"level": "geometric"}, "the importance weight of no sample"),
+        ({"mode": "mask", "low": 2.0, "high": 5.0}, "leave out the ratio 1"),
+        ({"high": 0.5}, "leave out the ratio 1"),
         ({"truncate_kept": 2.0}, "bounds what a mask keeps"),
         ({"gate": "tv", "high": 0.2}, "a divergence and no weight"),
         ({"gate": "tv", "mode": "mask", "level": "geometric", "high": 0.2}, "level: sequence"),

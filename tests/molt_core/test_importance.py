@@ -32,15 +32,13 @@ def weights_of(mode: str, ratios=RATIOS, low=0.0, high=2.0, level="token"):
 def test_token_weights(mode, expected, indicator):
     weights, metrics = weights_of(mode, low=0.0 if mode == "truncate" else 0.4, high=1.5)
     assert weights.tolist() == pytest.approx(expected)
-    (name,) = set(metrics) - {"importance_ratio", "importance_weight", "importance_weight_squared"}
-    assert metrics[name].tolist() == indicator
-    assert metrics["importance_ratio"].tolist() == pytest.approx(RATIOS)
+    ((_, changed),) = metrics.items()
+    assert changed.tolist() == indicator
 
 
-def test_off_weighs_every_token_one_and_still_shows_the_ratio():
+def test_off_weighs_every_token_one():
     weights, metrics = weights_of("truncate", level="off")
-    assert weights.tolist() == [1.0] * 5
-    assert metrics["importance_ratio"].tolist() == pytest.approx(RATIOS)
+    assert weights.tolist() == [1.0] * 5 and metrics == {}
 
 
 def test_weights_carry_no_gradient():
@@ -69,9 +67,8 @@ def test_a_trainer_log_probability_that_is_not_a_number_is_not_masked_away(mode)
 )
 def test_weights_stay_within_their_bounds(proximal, behaviour, mode):
     config = CorrectionConfig(mode=mode, low=0.0 if mode == "truncate" else 0.5, high=2)
-    weight, metrics = correction(torch.tensor([proximal]), torch.tensor([behaviour]), ONE, config)
+    weight, _ = correction(torch.tensor([proximal]), torch.tensor([behaviour]), ONE, config)
     assert (config.low if mode == "clip" else 0.0) <= weight.item() <= 2.0
-    assert torch.isfinite(metrics["importance_ratio"]).all()
 
 
 # Two rollouts. Ratios 2 and 1/2: product 1, geometric mean 1. Ratios 3, 3 and 1/3: product 3, geometric mean 3^(1/3) = 1.442.
@@ -89,11 +86,10 @@ def rollout_weights(ratios=UNEVEN, rollouts=ROLLOUTS, **fields) -> list[float]:
     ("fields", "expected"),
     [
         (dict(level="sequence", mode="truncate", high=2.0), [1, 1, 2, 2, 2]),
-        (dict(level="sequence", mode="clip", low=1.5, high=9.0), [1.5, 1.5, 3, 3, 3]),
+        (dict(level="sequence", mode="clip", low=0.5, high=2.5), [1, 1, 2.5, 2.5, 2.5]),
         (dict(level="sequence", mode="mask", high=2.0), [2, 0.5, 0, 0, 0]),
         (dict(level="geometric", mode="mask", high=1.5), UNEVEN),
         (dict(level="geometric", mode="mask", high=1.4), [2, 0.5, 0, 0, 0]),
-        (dict(level="geometric", mode="mask", low=1.1, high=1.5), [0, 0, 3, 3, 1 / 3]),
         (
             dict(level="geometric", mode="mask", high=1.5, truncate_kept=2.5),
             [2, 0.5, 2.5, 2.5, 1 / 3],

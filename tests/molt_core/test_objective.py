@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig, KLConfig
+from molt_core.algo.losses import register_loss
 from molt_core.config import TrainerConfig
 from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
@@ -164,6 +165,62 @@ def test_only_the_distance_to_the_reference_is_weighed_by_importance():
     assert (sums["importance_truncated"], sums["tokens_kept"]) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize(("proximal", "correction"), [("current", "tis"), ("rollout", "off")])
+def test_importance_is_shown_whoever_applies_it(proximal, correction):
+    # log pi -1, -2, -3; behaviour -1, -2.5, -3.5: ratios 1, e^0.5, e^0.5, the correction's weights or the loss's own.
+    (row,) = rollout(0, (3,)).segments
+    behaviour = row.logprobs.copy()
+    behaviour[row.action_mask] = [-1.0, -2.5, -3.5]
+    arrays = (np.ones(3, np.float32), np.full(3, 1 / 3, np.float32), None)
+    one = WeightedRollout((replace(row, logprobs=behaviour),), *arrays)
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    config = AlgorithmConfig(proximal=proximal, correction=correction)
+    batch = collate(one.segments, [one.advantages])
+    _, found = weighted_loss([one], batch, logprobs, torch.zeros(3), config)
+    ratios = [1.0, math.exp(0.5), math.exp(0.5)]
+    assert found["importance_ratio"].tolist() == pytest.approx(ratios)
+    assert found["importance_weight"].tolist() == pytest.approx(ratios)
+    assert found["importance_weight_squared"].tolist() == pytest.approx([r * r for r in ratios])
+
+
+@register_loss("one_mean")
+def one_mean(tokens, config):
+    return (tokens.advantages * tokens.logprobs).mean(), {}
+
+
+@register_loss("one_column")
+def one_column(tokens, config):
+    return (tokens.advantages * tokens.logprobs)[:, None], {}
+
+
+@register_loss("a_share")
+def a_share(tokens, config):
+    return tokens.advantages * tokens.logprobs, {"share": (tokens.advantages > 0).float().mean()}
+
+
+@register_loss("our_name")
+def our_name(tokens, config):
+    return tokens.advantages * tokens.logprobs, {"entropy": tokens.advantages}
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("one_mean", r"one_mean returned loss of shape \[\] for 3 tokens"),
+        ("one_column", r"one_column returned loss of shape \[3, 1\]"),
+        ("a_share", r"a_share returned share of shape \[\]"),
+        ("our_name", "our_name returned an indicator entropy, which is a metric already"),
+    ],
+)
+def test_what_a_users_loss_gets_wrong_is_named(loss, said):
+    weighted = rollout(0, (3,))
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    config = AlgorithmConfig(loss=loss, plugins=("mine.py",))
+    batch = collate(weighted.segments, [weighted.advantages])
+    with pytest.raises(ValueError, match=said):
+        weighted_loss([weighted], batch, logprobs, torch.zeros(3), config)
+
+
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo", "policy_gradient"])
 def test_a_token_that_the_correction_rejects_has_no_gradient_in_any_loss(loss):
     # IcePop rejects the middle one, whose probability is e^5 times the engine's; the others are on policy: -A / 3 each.
@@ -224,7 +281,7 @@ def test_what_the_policy_says_where_nothing_was_sampled_is_never_read(value):
 
 
 def test_a_correction_that_rejects_every_token_keeps_none_and_leaves_no_gradient():
-    algorithm = AlgorithmConfig(correction={"mode": "mask", "high": 1e-6})
+    algorithm = AlgorithmConfig(correction={"mode": "mask", "gate": "tv", "high": 1e-9})
     sums, gradient = train([[range(5)]], algorithm)
     assert (sums["tokens"], sums["tokens_kept"], sums["loss"]) == (16, 0, 0)
     assert not gradient.any()
