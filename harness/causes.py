@@ -82,6 +82,11 @@ CAUSES = {
         "no group survived its filters, so there was nothing left to train on",
         "See the rewards and rollout.drop_zero_variance; the analysis counts it as it is.",
     ),
+    "DATA": Cause(
+        "outcome",
+        "a row or picture of its data cannot be used",
+        "Mend it at the place that is named, or leave it out: a new run, by submit.",
+    ),
     "ENGINE": Cause(
         "outcome",
         "the engine that generates failed, and no sign says that the machine was at fault",

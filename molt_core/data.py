@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,14 @@ class PromptSource:
         row: Callable[[int], Item],
         length: int,
         shuffle_seed: int | None,
+        row_id: Callable[[int], str] | None = None,
         digest: Callable[[int], bytes] | None = None,
     ) -> None:
+        """row_id and digest: of the row of a number, where they can be had without making its item."""
         if length < 1:
             raise DataError("a prompt source needs at least one row")
         self._row, self._length, self._shuffle_seed = row, length, shuffle_seed
+        self._row_id = row_id or (lambda number: row(number).prompt_id)
         self._digest = digest or (lambda number: row(number).digest())
         self._order = lru_cache(2)(self._permutation)
 
@@ -45,18 +49,30 @@ class PromptSource:
 
     def item(self, index: int) -> Item:
         """The item at place ``index`` (from 0, without end) of the dispatch order."""
-        if index < 0:
-            raise IndexError(f"dispatch index {index} is negative")
-        number_of_pass, place = divmod(index, self._length)
-        return self._row(int(self._order(number_of_pass)[place]))
+        return self._row(self._number(index))
+
+    def prompt_id(self, index: int) -> str:
+        """``item(index).prompt_id``, without its pictures."""
+        return self._row_id(self._number(index))
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 over all rows, pictures included, whatever their order of dispatch. Reads everything once."""
+        """sha256 over all rows, pictures included, whatever their order of dispatch.
+
+        Reads everything once, several rows at a time; raises DataError for the first picture that cannot be decoded.
+        """
         digest = hashlib.sha256()
-        for number in range(self._length):
-            digest.update(self._digest(number))
+        with ThreadPoolExecutor() as threads:
+            for of_row in threads.map(self._digest, range(self._length)):
+                digest.update(of_row)
         return digest.hexdigest()
+
+    def _number(self, index: int) -> int:
+        """Of the row that is dispatched at place ``index``."""
+        if index < 0:
+            raise IndexError(f"dispatch index {index} is negative")
+        number_of_pass, place = divmod(index, self._length)
+        return int(self._order(number_of_pass)[place])
 
     def _permutation(self, number_of_pass: int) -> np.ndarray:
         if self._shuffle_seed is None:
@@ -74,7 +90,12 @@ def prompt_source(task: TaskConfig, split: Split, seed: int) -> PromptSource:
         variant = shapes.ShapesVariant.from_config(task.variant)
         if not train:
             return PromptSource(variant.eval_item, task.eval_items, None)
-        return PromptSource(lambda number: variant.train_item(seed, number), task.train_items, seed)
+        return PromptSource(
+            lambda number: variant.train_item(seed, number),
+            task.train_items,
+            seed,
+            lambda number: shapes.train_id(seed, number),
+        )
     if task.variant:
         raise DataError(
             f"task.variant holds parameters of built-in tasks, and {task.source} is none; remove {sorted(task.variant)}"
@@ -84,8 +105,17 @@ def prompt_source(task: TaskConfig, split: Split, seed: int) -> PromptSource:
         lambda number: _item(rows[number]),
         len(rows),
         seed if train else None,
+        lambda number: rows[number].row_id,
         lambda number: rows[number].digest(),
     )
+
+
+def check_prompts(task: TaskConfig) -> None:
+    """Read all that ``task`` names, pictures too, before a run starts. Raises as ``prompt_source`` does."""
+    for split in ("train", "eval"):
+        source = prompt_source(task, split, 0)
+        if task.source != shapes.NAME:
+            _ = source.content_hash
 
 
 def _item(row: Row) -> Item:

@@ -59,7 +59,7 @@ class Loop:
         """checkpoint: the Hugging Face folder of the initial policy."""
         self.config, self.checkpoint, self.writer = config, checkpoint, writer
         prompts = prompt_source(config.task, "train", config.seed)
-        self.pool = Pool(config.rollout, config.loop, lambda index: prompts.item(index).prompt_id)
+        self.pool = Pool(config.rollout, config.loop, prompts.prompt_id)
         self.store = CheckpointStore(writer.checkpoints, config.checkpoint)
         self.changed = asyncio.Event()
         self.tasks: set[asyncio.Task] = set()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from molt_core.models.load import END_OF_TURN
+from molt_core.rows import DataError
 from molt_core.types import ImageInput, Item, Prompt
 
 _TEMPLATES_KEPT = 4096
@@ -45,7 +46,7 @@ class Renderer:
     def prompt(self, item: Item, index: int) -> Prompt:
         """``item`` as a prompt, ``index`` its place in the dispatch order.
 
-        Raises ValueError where the conversation's image places and the item's images differ in number.
+        Raises DataError where the conversation's image places and the item's images differ in number.
         """
         return self._prompt(item, index, self._template_ids(json.dumps(item.messages)))[0]
 
@@ -53,7 +54,7 @@ class Renderer:
         """``item`` as a prompt, and which stretches of its tokens the assistant said in turns before: [start, stop) each.
 
         By the chat template itself: what it adds to the messages before a turn, and to the opening of that turn, up to and
-        with the end of turn. The pieces are tokenised one by one, as they would have been sampled. Raises ValueError also where
+        with the end of turn. The pieces are tokenised one by one, as they would have been sampled. Raises DataError also where
         the template rewrites an earlier turn, which was then never said as it stands there.
         """
         messages, ids, stretches, written = item.messages, [], [], ""
@@ -64,7 +65,7 @@ class Renderer:
             closed = self._text(messages[: number + 1], opened=False)
             end = closed.find(END_OF_TURN, len(opened)) + len(END_OF_TURN)
             if not (closed.startswith(opened) and opened.startswith(written) and end > len(opened)):
-                raise ValueError(
+                raise DataError(
                     f"prompt {item.prompt_id}: the chat template writes message {number} otherwise when others follow it; "
                     "train on conversations of one reply"
                 )
@@ -74,7 +75,7 @@ class Renderer:
             ids, written = ids + said, closed[:end]
         text = self._text(messages, opened=True)
         if not text.startswith(written):
-            raise ValueError(
+            raise DataError(
                 f"prompt {item.prompt_id}: the chat template rewrites replies that others follow; train on conversations of one"
             )
         prompt, places = self._prompt(item, index, [*ids, *self.encode(text[len(written) :])])
@@ -84,7 +85,7 @@ class Renderer:
         """The prompt of ``collapsed``, one placeholder an image, and where each of its tokens went, and its end."""
         places = [i for i, token in enumerate(collapsed) if token == self._image_token]
         if len(places) != len(item.images):
-            raise ValueError(
+            raise DataError(
                 f"prompt {item.prompt_id}: its messages have places for {len(places)} images and it has {len(item.images)}; "
                 'give one {"type": "image"} part an image, and no placeholder token in the text'
             )

@@ -1,7 +1,8 @@
 """Rows of prompt files, read and checked before a run starts: JSONL, parquet, and the folders that datasets saves.
 
 A row has ``prompt`` (text, or chat messages), ``answer``, and, where it likes, ``id`` and ``images``: paths relative to the
-file, encoded bytes, or ``{"bytes": ..., "path": ...}`` as datasets writes them. Pictures are read when they are asked for.
+file, encoded bytes, or ``{"bytes": ..., "path": ...}`` as datasets writes them. Pictures are read when they are asked for, and
+once before a run starts, by ``Row.digest``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 Split = Literal["train", "eval"]
 HELD_OUT_NAMES = frozenset({"test", "eval", "validation", "valid", "dev"})
+LONGEST_SIDE = 200
+"""Of a picture, times its shorter one: the image processors of Qwen2-VL and its successors refuse more."""
 
 
 class DataError(ValueError):
@@ -38,38 +44,56 @@ class Row:
 
     def images(self) -> tuple[np.ndarray, ...]:
         """``[height, width, 3]`` uint8 each."""
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            return tuple(
-                np.asarray(Image.open(BytesIO(encoded)).convert("RGB"))
-                for encoded in self._encoded_images()
-            )
-        except UnidentifiedImageError as error:
-            raise DataError(f"{self.place}: images: not a picture ({error})") from error
+        return tuple(
+            np.asarray(self._decoded(name, encoded)) for name, encoded in self._encoded_images()
+        )
 
     def digest(self) -> bytes:
-        """sha256 over the values, pictures included."""
+        """sha256 over the values, pictures included. Raises DataError also where one of them cannot be decoded."""
         plain = {key: value for key, value in self.values.items() if key != "images"}
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
-        for encoded in self._encoded_images():
+        for name, encoded in self._encoded_images():
+            self._decoded(name, encoded, coarse=True)
             digest.update(hashlib.sha256(encoded).digest())
         return digest.digest()
 
-    def _encoded_images(self) -> Iterator[bytes]:
-        for image in self.values.get("images") or ():
+    def _decoded(self, name: str, encoded: bytes, coarse: bool = False) -> Image.Image:
+        """coarse: of a JPEG every eighth pixel, which reads all of the file in a fraction of the time."""
+        from PIL import Image
+
+        try:
+            picture = Image.open(BytesIO(encoded))
+            short, long = sorted(picture.size)
+            if coarse:
+                picture.draft("RGB", (1, 1))
+            picture = picture.convert("RGB")
+        except (
+            Exception
+        ) as error:  # whatever the decoder of some format raises, the message must name the row
+            what = f"cannot be decoded ({type(error).__name__}: {error})"
+            raise DataError(f"{self.place}: {name}: {what}") from error
+        if long > LONGEST_SIDE * short:
+            raise DataError(
+                f"{self.place}: {name}: {short} by {long} pixels; a side may be {LONGEST_SIDE} times the other at most"
+            )
+        return picture
+
+    def _encoded_images(self) -> Iterator[tuple[str, bytes]]:
+        for number, image in enumerate(self.values.get("images") or ()):
+            name = f"images[{number}]"
             if isinstance(image, Mapping):
                 image = image.get("bytes") or image.get("path")
             if isinstance(image, str):
+                name = f"{name} ({image})"
                 try:
                     image = (self.folder / image).read_bytes()
                 except OSError as error:
-                    raise DataError(f"{self.place}: images: {error}") from error
+                    raise DataError(f"{self.place}: {name}: {error}") from error
             if not isinstance(image, bytes):
                 raise DataError(
-                    f"{self.place}: images: {type(image).__name__} is neither a path nor encoded bytes"
+                    f"{self.place}: {name}: {type(image).__name__} is neither a path nor encoded bytes"
                 )
-            yield image
+            yield name, image
 
 
 def read_split(source: Path, split: Split, held_out: int) -> list[Row]:
@@ -157,35 +181,66 @@ def _checked(values: Any, place: str, default_id: str) -> Mapping[str, Any]:
         raise DataError(
             f"{place}: prompt is neither text nor a list of messages with role and content"
         )
-    images = values.get("images")
+    prompt, images = _without_absent_keys(values["prompt"]), values.get("images")
     if images is not None and not isinstance(images, list):
         raise DataError(f"{place}: images is not a list")
-    return {**values, "id": default_id if values.get("id") is None else values["id"]}
+    places, count = _image_places(prompt), len(images or ())
+    if places is not None and places != count:
+        raise DataError(
+            f'{place}: prompt has places for {places} images and images has {count}; give one {{"type": "image"}} part an image'
+        )
+    row_id = default_id if values.get("id") is None else values["id"]
+    return {**values, "prompt": prompt, "id": row_id}
 
 
 def _is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return True
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(message, Mapping)
-            and isinstance(message.get("role"), str)
-            and message.get("content") is not None
-            for message in prompt
-        )
-    )
+    return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
+
+
+def _is_message(message: Any) -> bool:
+    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+        return False
+    content = message.get("content")
+    if isinstance(content, list):
+        return all(isinstance(part, Mapping) for part in content)
+    return isinstance(content, str)
+
+
+def _without_absent_keys(prompt: str | list[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """A table gives every part the keys of all parts, None where it has none; a chat template asks for keys alone."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = [_present(message) for message in prompt]
+    for message in messages:
+        if not isinstance(message["content"], str):
+            message["content"] = [_present(part) for part in message["content"]]
+    return messages
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _image_places(prompt: str | list[Mapping[str, Any]]) -> int | None:
+    """Parts of chat messages that are images, by the rule of the published chat templates; None for a text."""
+    if isinstance(prompt, str):
+        return None
+    parts = (p for m in prompt if not isinstance(m["content"], str) for p in m["content"])
+    return sum(p.get("type") == "image" or "image" in p or "image_url" in p for p in parts)
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
                     yield f"{file}, line {number}", json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{file}, line {number}: not JSON ({error})") from error
+                except ValueError as error:
+                    raise DataError(
+                        f"{file}, line {number}: not JSON in UTF-8 ({error})"
+                    ) from error
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,7 @@ from torch import nn
 
 from molt_core.agents.load import make_grader
 from molt_core.config import OptimizerConfig, RunConfig, WarmupConfig, load_run_config
-from molt_core.data import PromptSource, prompt_source
+from molt_core.data import PromptSource, check_prompts, prompt_source
 from molt_core.models.load import (
     atomic_folder,
     content_hash,
@@ -287,6 +287,7 @@ def main(
     try:
         run = load_run_config(config)
         beginning(run, out)
+        check_prompts(run.task)
     except (ValueError, OSError) as error:
         typer.echo(f"{config}: {error}", err=True)
         raise typer.Exit(2) from error

@@ -90,11 +90,11 @@ class ShapesVariant:
         return cls(**variant)
 
     def train_item(self, seed: int, number: int) -> Item:
-        return self._item(f"train-{seed}-{number}", (_TRAIN, seed, number))
+        return self._item(train_id(seed, number), (_TRAIN, seed, number))
 
     def eval_item(self, number: int) -> Item:
         """Held-out item: the same for every run seed, from a stream that no training item comes from."""
-        return self._item(f"eval-{number}", (_EVAL, number))
+        return self._item(f"{NAME}-eval-{number}", (_EVAL, number))
 
     def grade(self, answer: str, text: str) -> float:
         """1.0 for the answer itself; with ``partial``, the share of places named rightly, over the longer of both lists."""
@@ -109,7 +109,7 @@ class ShapesVariant:
         if self.noise:
             picture = picture + rng.normal(0.0, self.noise, picture.shape)
         return Item(
-            prompt_id=f"{NAME}-{item_id}",
+            prompt_id=item_id,
             messages=(
                 {
                     "role": "user",
@@ -129,6 +129,11 @@ class ShapesVariant:
     def _two_colors(self, rng: np.random.Generator) -> tuple[str, str]:
         first, second = rng.choice(self.colors, 2, replace=False)
         return list(PALETTE)[first], list(PALETTE)[second]
+
+
+def train_id(seed: int, number: int) -> str:
+    """The prompt id of ``ShapesVariant.train_item``."""
+    return f"{NAME}-train-{seed}-{number}"
 
 
 def _require(holds: bool, key: str, value: Any, allowed: str) -> None:

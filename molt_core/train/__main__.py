@@ -29,6 +29,7 @@ from molt_core.algo.advantages import advantage_function
 from molt_core.algo.losses import loss_function
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig, load_run_config
+from molt_core.data import DataError, check_prompts
 from molt_core.divergence import Diverged
 from molt_core.loop import EverythingDropped, Loop
 from molt_core.metrics import RunWriter, attempts_made
@@ -45,6 +46,7 @@ REASONS = {
     EverythingDropped: "EVERYTHING_DROPPED",
     BooksError: "BOOKS_NOT_CLOSED",
     ContractError: "CONTRACT",
+    DataError: "DATA",
     RefitError: "REFIT",
     EngineError: "ENGINE",
     CheckpointError: "CHECKPOINT",
@@ -130,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_run_config(arguments.config)
         load_plugins(config.algorithm.plugins)
         advantage_function(config.algorithm.advantage), loss_function(config.algorithm.loss)
+        check_prompts(config.task)
         policy = initial_policy(config, arguments.checkpoint, run_dir)
     except (ValidationError, ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from harness.causes import cause
 from harness.outcome import EXIT_JUDGED, Unfinished, judge_exit, product, summarise
 from harness.run_folder import write_json
 from tests.harness.test_job import work
@@ -53,6 +54,7 @@ def test_the_runs_own_judgement_keeps_its_name(make_run, job_command):
         ("DIVERGED", "DIVERGED"),
         ("EVERYTHING_DROPPED", "EVERYTHING_DROPPED"),
         ("BOOKS_NOT_CLOSED", "BOOKS_NOT_CLOSED"),
+        ("DATA", "DATA"),
         ("ENGINE", "OOM"),
         ("WORKER_DIED", "OOM"),
     ],
@@ -66,6 +68,10 @@ def test_a_process_killed_for_memory_explains_a_death_and_no_judgement_of_figure
     write_json(attempt / "reason.json", {"reason": reason, "detail": "step 412: loss nan"})
     said = judge_exit(folder, attempt, EXIT_JUDGED, killed_for_memory=True)
     assert said[0] == state and (state == "OOM" or said[1] == "step 412: loss nan")
+
+
+def test_a_bad_row_met_in_the_middle_is_an_outcome_with_its_own_advice():
+    assert cause("DATA").kind == "outcome" and "leave it out" in cause("DATA").advice
 
 
 def test_exit_code_two_is_a_bad_configuration(make_run, job_command):

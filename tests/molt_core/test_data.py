@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from molt_core.config import TaskConfig
-from molt_core.data import DataError, PromptSource, prompt_source
+from molt_core.data import DataError, PromptSource, check_prompts, prompt_source
 from molt_core.types import Item
 
 PIXELS = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
@@ -95,7 +95,8 @@ def test_text_prompt_with_pictures_becomes_one_user_message(tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_hugging_face_folder_with_splits(tmp_path, kind):
     """Laid out as datasets does: parquet shards named by split, or Arrow streams in a folder a split; image structs."""
-    chat = [{"role": "user", "content": "which?"}]
+    parts = [{"type": "image"}, {"type": "text", "text": "which?"}]
+    chat = [{"role": "user", "content": parts}]  # in a table the first part gets a "text": None
     picture = {"bytes": _png(), "path": None}
     for split, count in (("train", 5), ("test", 3)):
         table = pyarrow.Table.from_pylist(
@@ -130,6 +131,10 @@ def test_content_hash_follows_the_content(tmp_path):
     assert _source(file).content_hash != before
 
 
+def _chat(content):
+    return json.dumps({"prompt": [{"role": "user", "content": content}], "answer": "y"})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -142,6 +147,18 @@ def test_content_hash_follows_the_content(tmp_path):
         ),
         ('{"prompt": "x", "answer": "y", "images": "a.png"}', r"line 2: images is not a list"),
         ("[1]", r"rows.jsonl, line 2: a row is an object"),
+        (_chat(5), r"line 2: prompt is neither text nor"),
+        (_chat([1, 2]), r"line 2: prompt is neither text nor"),
+        (
+            _chat([{"type": "image"}, {"type": "text", "text": "x"}]),
+            r"line 2: prompt has places for 1 images and images has 0",
+        ),
+        (
+            json.dumps(
+                {"prompt": [{"role": "user", "content": "x"}], "answer": "y", "images": ["a.png"]}
+            ),
+            r"line 2: prompt has places for 0 images and images has 1",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -161,8 +178,69 @@ def test_a_bad_parquet_row_is_named(tmp_path):
 def test_a_missing_picture_is_named(tmp_path):
     rows = [{**row, "images": ["gone.png"]} for row in _rows(3)]
     source = _source(_write_jsonl(tmp_path / "rows.jsonl", rows), eval_items=1)
-    with pytest.raises(DataError, match=r"rows.jsonl, line \d: images: .*gone.png"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line \d: images\[0\] \(gone.png\): "):
         source.item(0)
+
+
+def test_a_line_in_another_encoding_is_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"prompt": "caf\xe9", "answer": "y"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl, line 1: not JSON in UTF-8"):
+        _source(file)
+
+
+def _encoded(kind, size=(64, 64)):
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    Image.fromarray(noise).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("picture", "what"),
+    [
+        (_encoded("PNG")[:-4000], "cannot be decoded"),
+        (_encoded("JPEG")[:-2000], "cannot be decoded"),
+        (_encoded("PNG")[:40], "cannot be decoded"),
+        (b"no picture", "cannot be decoded"),
+        (b"", "cannot be decoded"),
+        (_encoded("PNG", (4, 1000)), "4 by 1000 pixels"),
+    ],
+    ids=["half a PNG", "half a JPEG", "a head", "text", "empty", "thin"],
+)
+def test_a_bad_picture_is_named_before_a_run_and_where_it_is_asked_for(tmp_path, picture, what):
+    (tmp_path / "good.jpg").write_bytes(_encoded("JPEG"))
+    (tmp_path / "bad").write_bytes(picture)
+    rows = [{**row, "images": ["good.jpg"]} for row in _rows(4)]
+    file = _write_jsonl(tmp_path / "rows.jsonl", rows)
+    task = TaskConfig(source=str(file), eval_items=2)
+    check_prompts(task)
+    rows[1]["images"].append("bad")
+    _write_jsonl(file, rows)
+    named = rf"rows.jsonl, line 2: images\[1\] \(bad\): {what}"
+    with pytest.raises(DataError, match=named):
+        check_prompts(task)
+    sources = [_source(file, split) for split in ("train", "eval")]
+    with pytest.raises(DataError, match=named):
+        [source.item(index) for source in sources for index in range(2)]
+
+
+def test_an_id_costs_no_picture(tmp_path):
+    """The books ask for ids in the loop's own thread: a row whose picture is gone still has its id."""
+    rows = [{**row, "images": ["gone.png"]} for row in _rows(3)]
+    source = _source(_write_jsonl(tmp_path / "rows.jsonl", rows), eval_items=1)
+    assert len({source.prompt_id(index) for index in range(2)}) == 2
+    with pytest.raises(DataError, match="gone"):
+        source.item(0)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_an_id_is_that_of_its_item(tmp_path, split):
+    file = _write_jsonl(tmp_path / "rows.jsonl", _rows(6))
+    shapes = prompt_source(TaskConfig(source="shapes", train_items=5, eval_items=5), split, 3)
+    for source in (_source(file, split, seed=3), shapes):
+        for index in range(7):
+            assert source.prompt_id(index) == source.item(index).prompt_id
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from molt_core.agents.shapes import ShapesVariant
 from molt_core.models.load import load_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.render import Renderer, collapse
+from molt_core.rows import DataError
 from molt_core.train.collate import mrope_positions
 from molt_core.types import Item
 
@@ -107,7 +108,7 @@ def test_decoding_leaves_special_tokens_out(folder, renderer):
 
 def test_a_placeholder_in_the_text_is_refused(renderer):
     item = Item("q9", ({"role": "user", "content": "see <|image_pad|>"},))
-    with pytest.raises(ValueError, match="prompt q9: .*places for 1 images and it has 0"):
+    with pytest.raises(DataError, match="prompt q9: .*places for 1 images and it has 0"):
         renderer.prompt(item, 0)
 
 

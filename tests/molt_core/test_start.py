@@ -1,12 +1,15 @@
 """What a run's processes import at their start, and what its command refuses before it starts any."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 
+from molt_core.data import DataError
 from molt_core.metrics import attempts_made
 from molt_core.train import __main__ as command_line
 
@@ -57,6 +60,21 @@ def test_a_policy_whose_warm_up_nobody_made_is_refused(refused):
 )
 def test_what_the_configuration_has_wrong_is_named_before_anything_starts(refused, changes, said):
     assert said in refused({"warmup": None, **changes})
+
+
+def test_a_picture_that_cannot_be_decoded_is_named_before_anything_starts(refused, tmp_path):
+    (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    row = {"prompt": "what?", "answer": "red", "images": ["cut.png"]}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps(row) + "\n") * 3)
+    said = refused({"warmup": None, "task": {"source": str(rows), "eval_items": 1}})
+    assert f"{rows}, line 1: images[0] (cut.png): cannot be decoded" in said
+
+
+def test_data_that_fail_later_have_a_reason():
+    wrapped = ray.exceptions.RayTaskError("rollout", "", DataError("rows.jsonl, line 3: gone"))
+    for error in (wrapped, wrapped.cause):
+        assert command_line.reason_of(error) == "DATA"
 
 
 def test_a_folder_without_a_model_is_named_before_anything_starts(refused, tmp_path):
