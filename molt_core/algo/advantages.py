@@ -173,15 +173,13 @@ def _is_last(rollout: torch.Tensor) -> torch.Tensor:
 
 def _token_rewards(tokens: RolloutTokens, config: AlgorithmConfig) -> torch.Tensor:
     """``-kl.coef (log pi - log pi_ref)_t + R [t last]``, ``[N]`` float64. Raises ValueError without a reference it needs."""
-    rewards = torch.zeros(len(tokens.rollout), dtype=torch.float64)
+    rewards = torch.where(_is_last(tokens.rollout), tokens.reward[tokens.rollout], 0.0)
     if config.kl.coef and config.kl.place == "reward":
         if tokens.reference_logprobs is None:
             raise ValueError(
                 "algorithm.kl needs a reference policy's log-probabilities and there are none"
             )
         rewards -= config.kl.coef * _divergence(tokens, tokens.reference_logprobs)
-    last = _is_last(tokens.rollout)
-    rewards[last] += tokens.reward[tokens.rollout[last]]
     return rewards
 
 
@@ -194,13 +192,13 @@ def _divergence(tokens: RolloutTokens, base: torch.Tensor) -> torch.Tensor:
 
 def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: float) -> torch.Tensor:
     """``G_t = r_t + gamma G_{t+1}`` inside each rollout, ``[N]``; one vector operation a token position, not a token."""
-    _, row, lengths = torch.unique_consecutive(rollout, return_inverse=True, return_counts=True)
-    column = torch.arange(len(rollout)) - (lengths.cumsum(0) - lengths)[row]
+    lengths = rollout.bincount()
+    place = torch.arange(len(rollout)) - (lengths.cumsum(0) - lengths)[rollout]
     table = rewards.new_zeros(max(lengths.tolist(), default=0), len(lengths))
-    table[column, row] = rewards
+    table[place, rollout] = rewards
     for t in range(len(table) - 2, -1, -1):
         table[t] += gamma * table[t + 1]
-    return table[column, row]
+    return table[place, rollout]
 
 
 def rollout_tokens(

@@ -7,7 +7,7 @@ does the objective, and nothing after this file knows a denominator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
@@ -111,12 +111,8 @@ def weighted_rollouts(
     )
     rollouts = [rollout for rollout in batch.rollouts if rollout.segments]
     edges = list(accumulate([rollout.action_tokens for rollout in rollouts], initial=0))
+    spans = list(map(slice, edges, edges[1:]))
     cut = [
-        repeat(None) if c is None else _stretches(c.float().numpy(), edges[:-1], edges[1:])
-        for c in columns
+        repeat(None) if c is None else map(c.float().numpy().__getitem__, spans) for c in columns
     ]
     return list(map(WeightedRollout, [rollout.segments for rollout in rollouts], *cut))
-
-
-def _stretches(column: np.ndarray, starts: Sequence[int], stops: Sequence[int]) -> list[np.ndarray]:
-    return [column[start:stop] for start, stop in zip(starts, stops)]

@@ -48,13 +48,19 @@ def ratio(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 def sequence_sum(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """For each token the sum of ``values`` over the tokens of its sequence, ``[N]``."""
-    count = int(sequence.max()) + 1 if len(sequence) else 0
-    return values.new_zeros(count).index_add(0, sequence, values)[sequence]
+    return _by_sequence(values, sequence)[0][sequence]
 
 
 def sequence_mean(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """For each token the mean of ``values`` over the tokens of its sequence, ``[N]``."""
-    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
+    sums, counts = _by_sequence(values, sequence)
+    return (sums / counts)[sequence]
+
+
+def _by_sequence(values: torch.Tensor, sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each sequence the sum of its ``values``, and how many they are."""
+    counts = sequence.bincount()
+    return values.new_zeros(len(counts)).index_add(0, sequence, values), counts
 
 
 @register_loss("clipped")
@@ -89,7 +95,7 @@ def gspo(
     sequence_mean`` the sum over tokens is equation 13 itself.
     """
     logs = log_ratio(tokens.logprobs, tokens.proximal_logprobs)
-    s = sequence_mean(logs, tokens.sequence).exp().detach()
+    s = sequence_mean(logs.detach(), tokens.sequence).exp()
     own = ratio(tokens.logprobs, tokens.logprobs.detach())
     return _clipped_surrogate(s * own, tokens, config)
 
