@@ -40,7 +40,9 @@ def _trained(folder: RunFolder, run: dict[str, Any]) -> dict[str, Any]:
     steps = run["config"]["loop"]["steps"]
     attempt = int(folder.attempts[-1].name)
     last = next(iter(tail_records(folder.metrics, 1)), {})
-    if last.get("step") != steps or last.get("attempt") != attempt:
+    beat = folder.heartbeat or {}
+    before = beat.get("attempt") if beat.get("phase") == "finished" else None  # it found all done
+    if last.get("step") != steps or last.get("attempt") not in {attempt, before} - {None}:
         raise Unfinished(
             f"metrics.jsonl ends at step {last.get('step', 'none')} of attempt {last.get('attempt', 'none')}, "
             f"not at step {steps} of attempt {attempt}"

@@ -27,10 +27,24 @@ if TYPE_CHECKING:
     from molt_core.train.worker import ProbeResult, StepResult
 
 
+HEARTBEAT = "heartbeat.json"
+POLICY = Path("checkpoints", "policy")
+"""Where in a run's folder the trained policy goes."""
+
+
 def attempts_made(run_dir: Path) -> int:
     """The number of the last attempt at a run, 0 before the first."""
     folders = (Path(run_dir) / "attempts").glob("[0-9]*")
     return max((int(f.name) for f in folders if f.name.isdecimal()), default=0)
+
+
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """Whether a run has trained ``steps`` steps and left its policy."""
+    heartbeat, policy = Path(run_dir) / HEARTBEAT, Path(run_dir) / POLICY
+    if not (heartbeat.is_file() and (policy / "config.json").is_file()):
+        return False
+    beat = json.loads(heartbeat.read_text())
+    return beat["phase"] == "finished" and beat["step"] >= steps
 
 
 class RunWriter:
@@ -49,7 +63,7 @@ class RunWriter:
     @property
     def policy_folder(self) -> Path:
         """Where the trained policy goes."""
-        return self.checkpoints / "policy"
+        return self.run_dir / POLICY
 
     @property
     def attempt_folder(self) -> Path:
@@ -105,9 +119,9 @@ class RunWriter:
         }
         if self.reward_mean is not None:
             beat["reward_mean"] = self.reward_mean
-        temporary = self.run_dir / "heartbeat.json.tmp"
+        temporary = self.run_dir / f"{HEARTBEAT}.tmp"
         temporary.write_text(json.dumps(beat))
-        os.replace(temporary, self.run_dir / "heartbeat.json")
+        os.replace(temporary, self.run_dir / HEARTBEAT)
 
 
 def _summary(line: Mapping[str, Any], steps: int) -> str:

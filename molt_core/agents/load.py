@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 
 from molt_core.agents import shapes
 from molt_core.agents.base import Agent, Grader
 from molt_core.agents.single_turn import SingleTurnAgent, exact_match
 from molt_core.config import TaskConfig
+from molt_core.names import named_class
+
+BUILT_IN = "single_turn"
+
+
+def agent_class(task: TaskConfig) -> Callable[..., Agent]:
+    """The class that ``task`` names. Raises ValueError for a name that cannot be imported."""
+    if task.agent == BUILT_IN:
+        return SingleTurnAgent
+    return named_class("task.agent", task.agent, BUILT_IN)
 
 
 def load_agent(task: TaskConfig) -> Agent:
     """The agent that ``task`` names. Raises ValueError for a name that cannot be imported or is no agent."""
-    if task.agent == "single_turn":
+    if task.agent == BUILT_IN:
         return SingleTurnAgent(make_grader(task))
-    module, _, attribute = task.agent.partition(":")
-    if not attribute:
-        raise ValueError(
-            f"task.agent: {task.agent!r} is neither 'single_turn' nor 'package.module:Class'"
-        )
-    try:
-        agent = getattr(importlib.import_module(module), attribute)(task)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"task.agent: {task.agent!r} cannot be imported: {error}") from error
+    agent = agent_class(task)(task)
     if not isinstance(agent, Agent):
         raise ValueError(f"task.agent: {task.agent!r} has no method 'async def run(self, context)'")
     return agent

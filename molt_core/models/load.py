@@ -37,13 +37,7 @@ def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
     Raises ValueError for an unknown built-in name and FileNotFoundError for a path that is no model folder.
     """
     if model.builtin is None:
-        folder = Path(model.path)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"model.path: {folder} is not a Hugging Face model folder (no config.json); download the model first and give "
-                "its folder"
-            )
-        return folder
+        return model_folder("model.path:", model.path)
     from molt_core.models.tiny import BUILDERS  # 3 s of imports
 
     if model.builtin not in BUILDERS:
@@ -55,6 +49,15 @@ def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
         with atomic_folder(target) as folder:
             BUILDERS[model.builtin](folder, model.builtin_seed)
     return target
+
+
+def model_folder(key: str, folder: str | Path) -> Path:
+    """``folder``, where a model lies in it; raises FileNotFoundError that names ``key``."""
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{key} {folder} is not a Hugging Face model folder (no config.json); download the model first and give its folder"
+        )
+    return Path(folder)
 
 
 class atomic_folder:

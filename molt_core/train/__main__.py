@@ -1,9 +1,10 @@
 """Train a policy:  python -m molt_core.train CONFIG.yaml --run-dir RUN [--checkpoint FOLDER] [--attempt N]
 
 CONFIG is a ``molt_core.config.RunConfig`` (``molt_core/example.yaml`` is a short one). Writes RUN/metrics.jsonl,
-RUN/heartbeat.json and RUN/checkpoints, and goes on from the newest complete checkpoint that is there already. Exit codes:
-0 success, 2 bad configuration, 3 the run ended by its own judgement (the reason is in RUN/attempts/NN/reason.json and on the
-last line), 4 it was told to save and stop, and did.
+RUN/heartbeat.json and RUN/checkpoints, and goes on from the newest complete checkpoint that is there already; a run that has
+all its steps and its policy is left as it is. Exit codes: 0 success, 2 bad configuration or data, found before anything
+started, 3 the run ended by its own judgement (the reason is in RUN/attempts/NN/reason.json and on the last line), 4 it was
+told to save and stop, and did.
 
 SIGUSR2 to this process, and to no child of it, is "save now and stop": the step in progress is finished and recorded, a
 checkpoint of it completed, and the process ends with exit code 4; the same command goes on from there. So the lead at which
@@ -25,6 +26,7 @@ from pathlib import Path
 import ray
 from pydantic import ValidationError
 
+from molt_core.agents.load import agent_class
 from molt_core.algo.advantages import advantage_function
 from molt_core.algo.losses import loss_function
 from molt_core.algo.registry import load_plugins
@@ -32,12 +34,13 @@ from molt_core.config import RunConfig, load_run_config
 from molt_core.data import DataError, check_prompts
 from molt_core.divergence import Diverged
 from molt_core.loop import EverythingDropped, Loop
-from molt_core.metrics import RunWriter, attempts_made
-from molt_core.models.load import resolve_checkpoint
+from molt_core.metrics import POLICY, RunWriter, attempts_made, is_finished
+from molt_core.models.load import model_folder, resolve_checkpoint
 from molt_core.placement import PlacementError
 from molt_core.rollout.engine import EngineError
 from molt_core.rollout.pool import BooksError
 from molt_core.rollout.refit import RefitError
+from molt_core.train.backend import BUILT_IN, backend_class
 from molt_core.train.checkpoint import CheckpointError
 from molt_core.types import ContractError
 
@@ -101,17 +104,27 @@ def initial_policy(config: RunConfig, given: Path | None, run_dir: Path) -> Path
     Raises FileNotFoundError for a folder without a model, and ValueError where a warm-up is to come first.
     """
     if given is not None:
-        if not (given / "config.json").is_file():
-            raise FileNotFoundError(
-                f"--checkpoint {given}: not a Hugging Face model folder (no config.json)"
-            )
-        return given.resolve()
+        return model_folder("--checkpoint:", given).resolve()
     if config.warmup is not None:
         raise ValueError(
             "a warmup section, and no --checkpoint: make its policy with python -m molt_core.sft CONFIG --out FOLDER and give "
             "--checkpoint FOLDER, or remove the section"
         )
     return resolve_checkpoint(config.model, run_dir.parent / "models").resolve()
+
+
+def check_names(config: RunConfig) -> None:
+    """Look up all that ``config`` names, before anything starts. Raises ValueError or OSError that says what is not there."""
+    load_plugins(config.algorithm.plugins)
+    advantage_function(config.algorithm.advantage), loss_function(config.algorithm.loss)
+    agent_class(config.task)
+    if config.trainer.backend != BUILT_IN:  # that one is there, and takes seconds to import
+        backend_class(config.trainer.backend)
+    critic = None if config.critic is None else config.critic.path
+    for key, folder in (("algorithm.teacher:", config.algorithm.teacher), ("critic.path:", critic)):
+        if folder is not None:
+            model_folder(key, folder)
+    check_prompts(config.task)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,15 +143,20 @@ def main(argv: list[str] | None = None) -> int:
     run_dir = arguments.run_dir
     try:
         config = load_run_config(arguments.config)
-        load_plugins(config.algorithm.plugins)
-        advantage_function(config.algorithm.advantage), loss_function(config.algorithm.loss)
-        check_prompts(config.task)
+        if is_finished(run_dir, config.loop.steps):
+            print(
+                f"finished already: the trained policy is {run_dir / POLICY}; another --run-dir begins anew"
+            )
+            return 0
+        check_names(config)
         policy = initial_policy(config, arguments.checkpoint, run_dir)
     except (ValidationError, ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2
     attempt = arguments.attempt or attempts_made(run_dir) + 1
     writer = RunWriter(run_dir, attempt, config.loop.steps)
+    reason_file = writer.attempt_folder / "reason.json"
+    reason_file.unlink(missing_ok=True)  # of an attempt with the same number
     engines, ranks = config.engine.count, config.trainer_processes
     print(f"starting: engines {engines}, trainer processes {ranks}, policy {policy}", flush=True)
     start_ray(engines + ranks)
@@ -149,9 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         if reason is None:
             raise
         writer.attempt_folder.mkdir(parents=True, exist_ok=True)
-        (writer.attempt_folder / "reason.json").write_text(
-            json.dumps({"reason": reason, "detail": own_words(error)})
-        )
+        reason_file.write_text(json.dumps({"reason": reason, "detail": own_words(error)}))
         print(f"{reason}: {error}", file=sys.stderr)
         return 3
     finally:

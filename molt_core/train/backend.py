@@ -9,7 +9,6 @@ Every method is called on every rank, in the same order: all of them may be coll
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,10 +17,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from molt_core.names import named_class
 from molt_core.train.collate import MicroBatch
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.routing import Choice
 from molt_core.train.weights import Weight
+
+BUILT_IN = "fsdp2"
 
 
 @runtime_checkable
@@ -102,11 +104,5 @@ def can_step(norm: float) -> bool:
 
 def backend_class(name: str) -> type[TrainBackend]:
     """The class behind ``trainer.backend``. Raises ValueError that names the choices."""
-    name = {"fsdp2": "molt_core.train.fsdp2:FSDP2Backend"}.get(name, name)
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"trainer.backend {name!r} is neither 'fsdp2' nor 'package.module:Class'")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"trainer.backend {name!r} cannot be imported: {error}") from error
+    name = {BUILT_IN: "molt_core.train.fsdp2:FSDP2Backend"}.get(name, name)
+    return named_class("trainer.backend", name, BUILT_IN)

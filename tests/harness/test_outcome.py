@@ -48,6 +48,15 @@ def test_the_runs_own_judgement_keeps_its_name(make_run, job_command):
     assert folder.end["reason"] == "DIVERGED: step 7: loss nan"
 
 
+def test_a_run_whose_supervisor_died_at_its_end_is_done(make_run, job_command):
+    """The next attempt finds it finished by the earlier one and has nothing to do."""
+    folder = make_run(body="sys.exit(0)", steps=3)
+    folder.metrics.write_text('{"step": 3, "attempt": 7}\n')
+    write_json(folder.path / "heartbeat.json", {"phase": "finished", "step": 3, "attempt": 7})
+    work(job_command(folder))
+    assert folder.done is not None
+
+
 @pytest.mark.parametrize(
     ("reason", "state"),
     [

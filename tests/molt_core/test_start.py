@@ -10,7 +10,8 @@ import ray
 import yaml
 
 from molt_core.data import DataError
-from molt_core.metrics import attempts_made
+from molt_core.divergence import Diverged
+from molt_core.metrics import RunWriter, attempts_made
 from molt_core.train import __main__ as command_line
 
 EXAMPLE = Path(__file__).parents[2] / "molt_core" / "example.yaml"
@@ -56,6 +57,22 @@ def test_a_policy_whose_warm_up_nobody_made_is_refused(refused):
         ({"model": {"builtin": "huge"}}, "model.builtin: 'huge' is unknown"),
         ({"model": {"path": "nowhere"}}, "model.path: nowhere is not a Hugging Face"),
         ({"trainr": {}}, "trainr"),
+        ({"task": {"source": "nope.jsonl"}}, "task.source: nope.jsonl is neither"),
+        ({"task": {"source": "shapes", "variant": {"question": "big"}}}, "task.variant.question"),
+        ({"task": {"source": "shapes", "agent": "no.such:Thing"}}, "task.agent: 'no.such:Thing' c"),
+        ({"task": {"source": "shapes", "agent": "json:Thing"}}, "task.agent: 'json:Thing' cannot"),
+        (
+            {"trainer": {"backend": "json:Thing"}},
+            "trainer.backend: 'json:Thing' cannot be imported",
+        ),
+        (
+            {"algorithm": {"advantage": "on_policy_distillation", "teacher": "nowhere"}},
+            "algorithm.teacher: nowhere is not a Hugging Face",
+        ),
+        (
+            {"algorithm": {"advantage": "gae"}, "critic": {"path": "nowhere"}},
+            "critic.path: nowhere is not a Hugging Face",
+        ),
     ],
 )
 def test_what_the_configuration_has_wrong_is_named_before_anything_starts(refused, changes, said):
@@ -78,7 +95,77 @@ def test_data_that_fail_later_have_a_reason():
 
 
 def test_a_folder_without_a_model_is_named_before_anything_starts(refused, tmp_path):
-    assert f"--checkpoint {tmp_path}: not a" in refused({}, "--checkpoint", str(tmp_path))
+    assert f"--checkpoint: {tmp_path} is not a" in refused({}, "--checkpoint", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {builtin: [", "not YAML: "),
+        ("model:\n\tbuiltin: x", "not YAML: "),
+        (
+            "loop: {max_staleness: 0}\nmodel: {builtin: tiny-qwen3-vl-moe}\nloop: {steps: 700}",
+            "line 3: loop is given twice, first in line 1",
+        ),
+        ("loop:\n  steps: 5\n  steps: 7", "line 3: steps is given twice, first in line 2"),
+        ("", "valid dictionary"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(tmp_path, capsys, text, said):
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    assert command_line.main([str(config), "--run-dir", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command on the example, with ``train`` in place of what a run does; returns its exit code."""
+    monkeypatch.setattr(command_line, "start_ray", lambda places: None)
+    monkeypatch.setattr(command_line, "initial_policy", lambda *arguments: tmp_path)
+    arguments = [str(EXAMPLE), "--run-dir", str(tmp_path / "run"), "--attempt", "1"]
+
+    def run(train) -> int:
+        monkeypatch.setattr(command_line, "train", train)
+        return command_line.main(arguments)
+
+    return run
+
+
+async def _succeeds(loop) -> bool:
+    return True
+
+
+async def _diverges(loop) -> bool:
+    raise Diverged("step 7: loss nan")
+
+
+def test_a_reason_is_gone_when_the_same_attempt_succeeds(run, tmp_path):
+    reason = tmp_path / "run" / "attempts" / "01" / "reason.json"
+    assert run(_diverges) == 3 and reason.exists()
+    assert run(_succeeds) == 0 and not reason.exists()
+
+
+@pytest.mark.parametrize(("steps", "begins"), [(80, False), (40, True)])
+def test_a_finished_run_is_left_as_it_is(run, tmp_path, capsys, steps, begins):
+    """The example has 80 steps: a run that was told of fewer goes on to them."""
+    writer = RunWriter(tmp_path / "run", 1, steps)
+    writer.policy_folder.mkdir(parents=True)
+    (writer.policy_folder / "config.json").write_text("{}")
+    writer.heartbeat("training", steps)
+    began = []
+
+    async def train(loop) -> bool:
+        began.append(loop)
+        return True
+
+    assert run(train) == 0 and len(began) == 1  # not finished: it may have no policy of its own yet
+    writer.heartbeat("finished", steps)
+    assert run(train) == 0 and len(began) == 1 + begins
+    finished = (
+        f"finished already: the trained policy is {writer.policy_folder}" in capsys.readouterr().out
+    )
+    assert finished is not begins
 
 
 def test_attempts_are_counted_by_their_folders(tmp_path):
