@@ -1,7 +1,7 @@
 """What a run's record may hold, so that an endpoint on a field that nobody records is refused before the runs are paid for.
 
-The names are read off the code that records them (the keys of its mappings, not run), so this list cannot fall behind it; a
-user's plug-in, agent or trainer is read the same way.
+The trainer's own fields are in its list; what a user's plug-in, agent or trainer records besides is read off the keys of its
+mappings, without running it.
 """
 
 from __future__ import annotations
@@ -12,36 +12,12 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from harness.identity import ROOT
-
-RECORDERS = (
-    *("metrics.py", "loop.py", "train/objective.py"),
-    *("algo/losses.py", "algo/importance.py"),
-)
-"""What writes or names a field of ``metrics.jsonl``, below molt_core/."""
-PROMISED = frozenset(
-    (
-        *("step", "attempt", "time_unix", "optimizer_steps", "wall_s", "devices"),
-        *("t_wait_s", "t_forward_backward_s", "t_optimizer_s", "t_refit_s", "t_eval_s"),
-        *("t_checkpoint_s", "t_overlap_s", "policy_version", "lag_mean", "lag_max"),
-        *("tokens_generated", "tokens_trained", "tokens_in_flight", "tokens_dropped"),
-        *("groups_generated", "groups_trained", "groups_in_flight", "groups_dropped"),
-        *("tokens_forward", "tokens_across_refit", "kept_fraction", "tokens_router_tied"),
-        *("mismatch_mean", "mismatch_p99", "mismatch_max", "mismatch_tokens"),
-        *("grad_norm", "loss", "entropy", "kl", "clip_fraction"),
-        *("reward_mean", "reward_std", "response_tokens_mean", "truncated_fraction"),
-        "eval_reward_mean",
-    )
-)
-"""Fields that every system records, ours and others alike."""
-TEXTS = frozenset(("phase", "prompts_fingerprint", "trained_fingerprint"))
-"""Fields that are no numbers."""
+from molt_core.fields import FIELDS, TEXTS
 
 
 def known_fields(also: Iterable[Path] = ()) -> set[str]:
-    """Every field that a run may record; ``also``: a user's own Python files that record more."""
-    files = [file for pattern in RECORDERS for file in sorted((ROOT / "molt_core").glob(pattern))]
-    return set(PROMISED).union(*(_keys(f) for f in (*files, *also) if f.is_file())) - TEXTS
+    """Every field that a run may record and that is no text; ``also``: a user's own Python files that record more."""
+    return set(FIELDS).union(*(_keys(file) for file in also if file.is_file())) - TEXTS
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

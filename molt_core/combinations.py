@@ -6,6 +6,7 @@ tell is checked where it is defined. A choice that would train something else th
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from molt_core.algo.config import (
@@ -14,17 +15,37 @@ from molt_core.algo.config import (
     GROUP_ESTIMATORS,
     LOSSES,
 )
+from molt_core.fields import FIELDS, NUMBERS, steps_between
 
 if TYPE_CHECKING:
     from molt_core.config import RunConfig
 
 
 def best_is_measured(config: RunConfig) -> None:
-    every, evaluated = config.checkpoint.every_steps, config.evaluation.every
-    if (config.checkpoint.keep_best or "").startswith("eval_") and every and every % evaluated:
+    checkpoint = config.checkpoint
+    name, every = checkpoint.keep_best, checkpoint.every_steps
+    if every is None and (name is not None or checkpoint.best_is != "highest"):
         raise ValueError(
-            f"checkpoint.keep_best: {config.checkpoint.keep_best} is measured every {evaluated} steps; set "
-            f"checkpoint.every_steps to a multiple of it, not {every}"
+            "checkpoint.keep_best and best_is are not read without checkpoint.every_steps; set it, or remove them"
+        )
+    if name is None:
+        return
+    if name not in NUMBERS:
+        if config.algorithm.plugins:
+            return  # an indicator of a user's loss has a name that only a step tells
+        close = ", ".join(get_close_matches(name, sorted(NUMBERS))) or "eval_reward_mean"
+        raise ValueError(
+            f"checkpoint.keep_best: {name!r} is no number that a run records; choose another field, e.g. {close}"
+        )
+    recorded = steps_between(name, config)
+    if recorded is None:
+        raise ValueError(
+            f"checkpoint.keep_best: {name} is recorded {FIELDS[name]}, which this run is not; choose another field"
+        )
+    if every % recorded:
+        raise ValueError(
+            f"checkpoint.keep_best: {name} is recorded every {recorded} steps; set checkpoint.every_steps to a multiple of "
+            f"it, not {every}"
         )
 
 

@@ -136,6 +136,9 @@ class CheckpointStore:
             _remove(path)
         os.rename(draft, path)
         _sync(self.folder)
+        best_by = self.config.keep_best
+        if best_by is not None and not isinstance(record.get(best_by), int | float):
+            print(f"{path}: not kept as the best: its record has no {best_by}", flush=True)
         complete, _ = self.scan()
         for checkpoint in superfluous(complete, self.config):
             _remove(checkpoint.path)
@@ -176,18 +179,10 @@ def best_checkpoint(
 ) -> Checkpoint | None:
     """The one with the best ``keep_best``, the latest of equals; None where it is off or not measured yet.
 
-    A checkpoint between two regular ones may lack the metric. Raises CheckpointError where a regular one does.
+    A checkpoint whose record lacks the metric is not it.
     """
     metric, sign = config.keep_best, 1 if config.best_is == "highest" else -1
     measured = [c for c in checkpoints if isinstance(c.record.get(metric), int | float)]
-    for checkpoint in checkpoints:
-        regular = config.every_steps and checkpoint.step % config.every_steps == 0
-        if metric is not None and regular and checkpoint not in measured:
-            numbers = sorted(k for k, v in checkpoint.record.items() if isinstance(v, int | float))
-            raise CheckpointError(
-                f"checkpoint.keep_best: {metric!r} is no number in the record of step {checkpoint.step}; it has "
-                f"{', '.join(numbers)}"
-            )
     return max(measured, key=lambda c: (sign * c.record[metric], c.step), default=None)
 
 

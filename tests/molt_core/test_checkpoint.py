@@ -95,17 +95,17 @@ def test_the_best_one_is_kept_besides(tmp_path, best_is, kept):
     assert steps(store) == kept
 
 
-def test_a_metric_that_no_record_has_is_refused_with_the_ones_there_are(tmp_path):
-    store = make_store(tmp_path, every_steps=5, keep_best="reward")
-    with pytest.raises(CheckpointError, match="keep_best: 'reward' .* step 5; it has reward_mean"):
-        write(store, 5, reward_mean=0.5)
-
-
-def test_a_checkpoint_between_two_evaluations_may_lack_the_metric(tmp_path):
-    store = make_store(tmp_path, every_steps=5, keep_last=1, keep_best="eval_reward_mean")
-    write(store, 5, eval_reward_mean=0.5)
-    write(store, 7)
-    assert steps(store) == [5, 7]
+def test_a_checkpoint_without_the_metric_is_not_the_best_and_the_log_says_so(tmp_path, capsys):
+    store = make_store(tmp_path, every_steps=5, keep_last=1, keep_best="reward_mean")
+    write(store, 5, reward_mean=0.5)
+    assert capsys.readouterr().out == ""
+    write(store, 10)
+    assert (
+        "step-00000010: not kept as the best: its record has no reward_mean"
+        in capsys.readouterr().out
+    )
+    write(store, 15)
+    assert steps(store) == [5, 15]
 
 
 def test_the_disk_budget_takes_the_oldest_first_and_the_best_one_last(tmp_path):

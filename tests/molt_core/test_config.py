@@ -242,11 +242,48 @@ def test_an_unknown_key_is_refused():
     refused({"loop": {"max_stalenes": 1}}, "max_stalenes")
 
 
-def test_the_best_checkpoint_by_an_evaluation_is_saved_where_there_is_one():
-    best = {"keep_best": "eval_reward_mean"}
-    evaluation = {"evaluation": {"every": 20}}
-    refused(evaluation | {"checkpoint": best | {"every_steps": 30}}, "to a multiple of it, not 30")
-    RunConfig.model_validate(BASE | evaluation | {"checkpoint": best | {"every_steps": 40}})
+EVERY = {"evaluation": {"every": 20}, "probe": {"every": 10}}
+CRITIC = {"algorithm": {"advantage": "gae"}, "critic": {}}
+
+
+@pytest.mark.parametrize(
+    ("best", "every", "more", "said"),
+    [
+        ("eval_reward_mean", 30, {}, "every 20 steps; set checkpoint.every_steps to a multiple"),
+        ("mismatch_p99", 25, {}, "every 10 steps; set checkpoint.every_steps to a multiple"),
+        ("acuracy", 20, {}, "no number that a run records"),
+        ("eval_reward_maen", 20, {}, "e.g. eval_reward_mean"),
+        ("phase", 20, {}, "no number"),
+        ("lag_histogram", 20, {}, "no number"),
+        ("value_loss", 20, {}, "is recorded with a critic, which"),
+        ("value_clip_fraction", 20, CRITIC, "is recorded with `critic.clip`, which"),
+        ("kl_reference", 20, {}, "is recorded with a reference, which"),
+        ("importance_masked", 20, {}, "is recorded `mode: mask`, which"),
+        ("eval_reward_mean", None, {}, "not read without checkpoint.every_steps"),
+    ],
+)
+def test_a_best_checkpoint_that_no_record_would_tell_is_refused(best, every, more, said):
+    refused(EVERY | more | {"checkpoint": {"every_steps": every, "keep_best": best}}, said)
+
+
+def test_a_direction_of_what_is_best_is_not_read_by_itself():
+    refused({"checkpoint": {"best_is": "lowest"}}, "not read without checkpoint.every_steps")
+
+
+@pytest.mark.parametrize(
+    ("best", "more"),
+    [
+        ("eval_reward_mean", {}),
+        ("mismatch_p99", {}),
+        ("reward_mean", {}),
+        ("value_loss", CRITIC),
+        ("importance_truncated", {"algorithm": {"correction": "tis"}}),
+        ("pushed_down_fraction", {"algorithm": {"plugins": ["mine.py"]}}),
+    ],
+)
+def test_a_best_checkpoint_that_records_tell_is_accepted(best, more):
+    checkpoint = {"checkpoint": {"every_steps": 40, "keep_best": best, "best_is": "lowest"}}
+    RunConfig.model_validate(BASE | EVERY | more | checkpoint)
 
 
 def test_replaying_routes_that_no_engine_records_is_refused_before_the_run():
