@@ -139,10 +139,23 @@ def _files(source: Path) -> list[Path]:
         raise DataError(
             f"task.source: {source} is neither a built-in task, nor a file, nor a folder"
         )
-    files = sorted(path for path in source.rglob("*") if path.suffix in _READERS)
+    found = sorted(path for path in source.rglob("*") if path.suffix in _READERS)
+    files = [file for file in found if file.suffix != ".arrow" or _is_data(file)]
     if not files:
         raise DataError(f"task.source: {source} holds no {kinds} file")
     return files
+
+
+def _is_data(file: Path) -> bool:
+    """Whether ``datasets`` lists the Arrow file as its folder's; beside its data it keeps what every ``.map`` has made."""
+    state = file.with_name("state.json")
+    if not state.is_file():
+        return True
+    try:
+        listed = json.loads(state.read_bytes())["_data_files"]
+        return file.name in {entry["filename"] for entry in listed}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{state}: not what datasets writes ({error!r})") from error
 
 
 def _is_held_out(path: Path) -> bool:
