@@ -25,7 +25,7 @@ from molt_core.config import RunConfig, TrainerConfig
 Kind = Literal["warmup", "conformance", "canary", "train"]
 Purpose = Literal["replicate", "control", "repeat"]
 WARMUP_SECTIONS = ("model", "task", "warmup")
-"""What the warm-up's result depends on."""
+"""What the warm-up's result depends on, with ``optimizer.freeze_router``."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,7 @@ def _runs(
 
     if first.warmup is not None:
         recipe = {key: protocol[key] for key in WARMUP_SECTIONS}
+        recipe["freeze_router"] = first.optimizer.freeze_router
         identity = run_identity(
             "warmup", where, recipe, code=code, files=hashes(shared), image=image
         )

@@ -197,7 +197,7 @@ class CheckpointConfig(Strict):
 class WarmupConfig(Strict):
     """Supervised training (``python -m molt_core.sft``): the warm-up to the initial checkpoint that all arms and seeds share.
 
-    AdamW of betas 0.9 and 0.95, without decay, gradients clipped to norm 1.
+    AdamW of betas 0.9 and 0.95, without decay, gradients clipped to norm 1; ``optimizer.freeze_router`` holds here too.
     """
 
     steps: int = Field(150, gt=0)

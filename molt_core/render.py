@@ -113,6 +113,10 @@ class Renderer:
         """Ids of plain text, nothing added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def token(self, token_id: int) -> str:
+        """How the vocabulary writes an id, for messages."""
+        return self._tokenizer.convert_ids_to_tokens(token_id)
+
     def _render_template(self, messages: str) -> tuple[int, ...]:
         return tuple(self.encode(self._text(json.loads(messages), opened=True)))
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from molt_core.agents.load import make_grader
 from molt_core.config import OptimizerConfig, RunConfig, WarmupConfig, load_run_config
-from molt_core.data import PromptSource, check_prompts, prompt_source
+from molt_core.data import DataError, PromptSource, check_prompts, prompt_source
 from molt_core.models.load import (
     atomic_folder,
     content_hash,
@@ -125,13 +125,14 @@ def _train_rank(
         backend = backend_class(trainer.backend)(
             source,
             config.model.model_copy(update={"routing_replay": False}),
-            OptimizerConfig(lr=warmup.lr, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=1.0),
+            _optimizer(config),
             trainer,
             warmup.steps,
         )
         renderer, eos = Renderer(source), eos_token_id(source)
-        excluded = torch.tensor(excluded_token_ids(source), device=trainer.device)
-        distribution = ActionDistribution(1.0, excluded)
+        excluded = frozenset(excluded_token_ids(source))
+        on_device = torch.tensor(sorted(excluded), device=trainer.device)
+        distribution = ActionDistribution(1.0, on_device)
         items = prompt_source(config.task, "train", WARMUP_STREAM + warmup.seed)
         rng = np.random.default_rng((WARMUP_STREAM, warmup.seed))
         losses = []
@@ -141,6 +142,9 @@ def _train_rank(
             for step in range(warmup.steps):
                 first = step * warmup.rows_per_step
                 rows = supervised_rows(items, first, warmup, rng, renderer, eos)
+                for number, row in enumerate(rows, start=first):
+                    name = items.prompt_id(number)
+                    check_row(name, row, renderer, excluded, config.model.max_length)
                 losses.append(_step(backend, rows, config, distribution, renderer.merge_size))
                 progress.update(bar, advance=1, description=f"warm-up  loss {losses[-1]:.3f}")
         weights = whole_weights(backend.weights())
@@ -152,6 +156,16 @@ def _train_rank(
                 pass
     finally:
         dist.destroy_process_group()
+
+
+def _optimizer(config: RunConfig) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=config.warmup.lr,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        clip_norm=1.0,
+        freeze_router=config.optimizer.freeze_router,
+    )
 
 
 def _step(
@@ -199,6 +213,23 @@ def supervised_rows(
         prompt, said = renderer.conversation(item, index)
         rows.append(_row(prompt, [*renderer.encode(str(answer)), eos], said))
     return rows
+
+
+def check_row(
+    prompt_id: str, row: Trajectory, renderer: Renderer, excluded: frozenset[int], max_length: int
+) -> None:
+    """Raises DataError for a row that a run could never sample: one too long, or with a token of probability 0."""
+    if len(row.token_ids) > max_length:
+        raise DataError(
+            f"prompt {prompt_id}: {len(row.token_ids)} tokens with its answer, and model.max_length is {max_length}; raise it, "
+            "or leave the row out"
+        )
+    never = excluded.intersection(row.token_ids[row.action_mask].tolist())
+    if never:
+        raise DataError(
+            f"prompt {prompt_id}: its answer, or a reply before it, has {renderer.token(min(never))}, which is never sampled; "
+            "write it otherwise"
+        )
 
 
 def evaluate(

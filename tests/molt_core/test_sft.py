@@ -10,8 +10,8 @@ from torch.multiprocessing import ProcessRaisedException
 from typer.testing import CliRunner
 
 from molt_core import sft
-from molt_core.config import RunConfig, TrainerConfig, WarmupConfig
-from molt_core.data import PromptSource, prompt_source
+from molt_core.config import OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
+from molt_core.data import DataError, PromptSource, prompt_source
 from molt_core.models.load import content_hash, eos_token_id, excluded_token_ids, load_policy
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.render import Renderer
@@ -85,6 +85,49 @@ def test_weights_that_nothing_can_be_trained_on_leave_no_folder(tmp_path):
     with pytest.raises(FloatingPointError, match="is not finite; a lower warmup.lr"):
         sft.warm_up(_config(steps=3, lr=1e30), tmp_path / "checkpoint")
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "max_length", "said"),
+    [
+        (
+            "what color?",
+            "use <|im_start|> here",
+            128,
+            r"prompt q1: its answer.* has <\|im_start\|>,",
+        ),
+        (
+            "red " * 40,
+            "blue",
+            32,
+            r"prompt q1: \d+ tokens with its answer, and model.max_length is 32",
+        ),
+    ],
+)
+def test_a_row_that_no_run_could_sample_is_named(tmp_path, prompt, answer, max_length, said):
+    """Its loss was infinite, and the advice a lower learning rate; or it was trained though no engine takes it."""
+    rows = [{"id": f"q{n}", "prompt": "what color?", "answer": "red"} for n in range(4)]
+    rows[1] |= {"prompt": prompt, "answer": answer}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = _config(steps=1, rows_per_step=3, true_label_fraction=1.0).model_dump()
+    config["task"] = {"source": str(file), "eval_items": 1}
+    config["model"]["max_length"] = max_length
+    with pytest.raises(DataError, match=said):
+        sft.warm_up(RunConfig.model_validate(config), tmp_path / "out")
+
+
+def test_frozen_routers_stay_as_they_are_in_the_warm_up_too(tmp_path):
+    config = _config(steps=1).model_copy(update={"optimizer": OptimizerConfig(freeze_router=True)})
+    sft.warm_up(config, tmp_path / "out")
+    before = load_policy(tmp_path / "models" / "tiny-qwen3-vl-moe-seed0").state_dict()
+    moved = {
+        name: not torch.equal(weight, before[name])
+        for name, weight in load_policy(tmp_path / "out").state_dict().items()
+    }
+    routers = [name for name in moved if name.endswith("mlp.gate.weight")]
+    assert routers and not any(moved[name] for name in routers)
+    assert moved["lm_head.weight"]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
