@@ -109,7 +109,7 @@ def test_the_warm_up_is_remade_for_its_recipe_and_not_for_the_rest(tmp_path):
     before = identities(tmp_path)[("warmup", 0)]
     assert identities(tmp_path, "eps: 1e-6", "eps: 1e-7")[("warmup", 0)] == before
     assert identities(tmp_path, "{steps: 3}", "{steps: 4}")[("warmup", 0)] != before
-    frozen = identities(tmp_path, "eps: 1e-6", "eps: 1e-6, freeze_router: true")
+    frozen = identities(tmp_path, "eps: 1e-6", "eps: 1e-6\n    freeze_router: true")
     assert frozen[("warmup", 0)] != before
 
 
