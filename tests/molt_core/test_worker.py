@@ -160,7 +160,7 @@ def test_a_batch_that_cannot_be_stepped_on_leaves_weights_and_optimiser_as_they_
 
 def test_a_batch_of_which_the_correction_keeps_nothing_is_not_stepped_on(start, tiny_checkpoint):
     # The entropy bonus has a gradient even so: what was rejected must not be trained on by it either.
-    rank = start(correction={"mode": "mask", "high": 1e-9}, entropy_coef=0.1)
+    rank = start(correction={"mode": "mask", "low": 1.0, "high": 1.0}, entropy_coef=0.1)
     before = weights(rank)
     result = step(rank, rollouts_of(rank, batch(tiny_checkpoint)))
     assert not result.stepped and result.grad_norm > 0
