@@ -62,6 +62,69 @@ def test_a_missing_file_is_named(tmp_path):
         load_plugins([str(tmp_path / "absent.py")])
 
 
+def test_two_files_that_differ_in_a_constant_cannot_have_one_name(tmp_path):
+    files = [
+        write(
+            tmp_path / f"{name}.py",
+            f"""
+            from molt_core.algo.losses import register_loss
+            SIGN = {sign}
+
+            @register_loss("signed")
+            def signed(tokens, config):
+                return SIGN * tokens, {{}}
+            """,
+        )
+        for name, sign in (("plus", 1), ("minus", -1))
+    ]
+    load_plugins(files[:1])
+    with pytest.raises(
+        ValueError, match=r"minus\.py: .*'signed' is registered already, by .*plus\.py"
+    ):
+        load_plugins(files[1:])
+    assert loss_function("signed")(2, None) == (2, {})
+
+
+def test_any_callable_may_be_registered_and_loaded_again(tmp_path):
+    plugin = write(
+        tmp_path / "partly.py",
+        """
+        from functools import partial
+        from molt_core.algo.losses import register_loss
+
+        register_loss("partly")(partial(lambda scale, tokens, config: (scale * tokens, {}), 3))
+        """,
+    )
+    load_plugins([plugin])
+    load_plugins([plugin])
+    assert loss_function("partly")(2, None) == (6, {})
+
+
+def test_a_built_in_name_is_taken(tmp_path):
+    plugin = write(
+        tmp_path / "over.py",
+        """
+        from molt_core.algo.losses import clipped, register_loss
+
+        register_loss("clipped")(clipped)
+        """,
+    )
+    with pytest.raises(ValueError, match="'clipped' is registered already, by molt_core"):
+        load_plugins([plugin])
+
+
+def test_a_file_that_wants_its_neighbour_is_told_to_stand_alone(tmp_path):
+    write(tmp_path / "plugin_helper.py", "X = 1")
+    plugin = write(tmp_path / "wanting.py", "import plugin_helper")
+    with pytest.raises(
+        ValueError, match=r"wanting\.py: .*plugin_helper.*; a plug-in is one file: "
+    ):
+        load_plugins([plugin])
+    absent = write(tmp_path / "absent_package.py", "import no_such_package_anywhere")
+    with pytest.raises(ValueError, match=r"no_such_package_anywhere'$"):
+        load_plugins([absent])
+
+
 def test_a_name_cannot_be_taken_twice():
     registry = Registry("algorithm.loss")
     registry.register("mine")(lambda tokens, config: 1)
