@@ -32,13 +32,13 @@ from torch import nn
 from molt_core.agents.load import make_grader
 from molt_core.config import OptimizerConfig, RunConfig, WarmupConfig, load_run_config
 from molt_core.data import DataError, PromptSource, check_prompts, prompt_source
+from molt_core.models.builtin import resolve_checkpoint
 from molt_core.models.load import (
     atomic_folder,
     content_hash,
     eos_token_id,
     excluded_token_ids,
     load_policy,
-    resolve_checkpoint,
     save_policy,
 )
 from molt_core.render import Renderer

@@ -1,4 +1,4 @@
-"""From a model's description to a Hugging Face folder, from a folder to a policy, and back to a folder.
+"""From a Hugging Face folder to a policy, and back to a folder.
 
 A folder holds everything a run needs besides code: config, weights (published expert layout), tokenizer, processor and
 chat template. Whatever the trainers and the engine must agree on is read from it here, once: dtype, ids never sampled, end
@@ -20,7 +20,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from molt_core.config import ModelConfig
 from molt_core.models.layout import Architecture, check_layout_is_decidable
 from molt_core.types import ContractError
 
@@ -29,26 +28,6 @@ SHARD_BYTES = 4 * 2**30
 END_OF_TURN = "<|im_end|>"
 MERGE_SIZE = 2
 """Patches a side that become one token, as rows are laid out for training (``train/collate.py``)."""
-
-
-def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
-    """The policy's folder. A built-in model is built under ``cache_dir`` once; a folder that exists is returned as it is.
-
-    Raises ValueError for an unknown built-in name and FileNotFoundError for a path that is no model folder.
-    """
-    if model.builtin is None:
-        return model_folder("model.path:", model.path)
-    from molt_core.models.tiny import BUILDERS  # 3 s of imports
-
-    if model.builtin not in BUILDERS:
-        raise ValueError(
-            f"model.builtin: {model.builtin!r} is unknown; choose one of {sorted(BUILDERS)}"
-        )
-    target = Path(cache_dir) / f"{model.builtin}-seed{model.builtin_seed}"
-    if not target.exists():
-        with atomic_folder(target) as folder:
-            BUILDERS[model.builtin](folder, model.builtin_seed)
-    return target
 
 
 def model_folder(key: str, folder: str | Path) -> Path:

@@ -12,7 +12,7 @@ tokens, a vocabulary padded beyond the tokenizer. Nothing is downloaded; the sam
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -230,5 +230,16 @@ def _initialise(model: torch.nn.Module, seed: int) -> None:
             parameter.normal_(0.0, std, generator=generator)
 
 
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m molt_core.models.tiny", description="Write a built-in policy."
+    )
+    parser.add_argument("name", choices=sorted(BUILDERS))
+    parser.add_argument("folder", type=Path, help="Hugging Face folder to write")
+    parser.add_argument("seed", type=int, nargs="?", default=0, help="of the weights")
+    arguments = parser.parse_args(argv)
+    print(BUILDERS[arguments.name](arguments.folder, arguments.seed))
+
+
 if __name__ == "__main__":
-    print(BUILDERS[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:4])))
+    main()

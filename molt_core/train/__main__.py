@@ -35,7 +35,7 @@ from molt_core.data import DataError, check_prompts
 from molt_core.divergence import Diverged
 from molt_core.loop import EverythingDropped, Loop
 from molt_core.metrics import POLICY, RunWriter, attempts_made, is_finished
-from molt_core.models.load import model_folder, resolve_checkpoint
+from molt_core.models.load import model_folder
 from molt_core.placement import PlacementError
 from molt_core.rollout.engine import EngineError
 from molt_core.rollout.pool import BooksError
@@ -98,10 +98,10 @@ def own_words(error: BaseException) -> str:
     return str(error)
 
 
-def initial_policy(config: RunConfig, given: Path | None, run_dir: Path) -> Path:
-    """The folder that a run begins from: what was given, else the model of the configuration.
+def initial_policy(config: RunConfig, given: Path | None) -> Path:
+    """The folder that a run begins from: what was given, else ``model.path``.
 
-    Raises FileNotFoundError for a folder without a model, and ValueError where a warm-up is to come first.
+    Raises FileNotFoundError for a folder without a model, and ValueError where one is still to be made.
     """
     if given is not None:
         return model_folder("--checkpoint:", given).resolve()
@@ -110,7 +110,12 @@ def initial_policy(config: RunConfig, given: Path | None, run_dir: Path) -> Path
             "a warmup section, and no --checkpoint: make its policy with python -m molt_core.sft CONFIG --out FOLDER and give "
             "--checkpoint FOLDER, or remove the section"
         )
-    return resolve_checkpoint(config.model, run_dir.parent / "models").resolve()
+    if config.model.path is None:
+        raise ValueError(
+            f"model.builtin and no --checkpoint: make it with python -m molt_core.models.tiny {config.model.builtin} FOLDER, "
+            "and give --checkpoint FOLDER"
+        )
+    return model_folder("model.path:", config.model.path).resolve()
 
 
 def check_names(config: RunConfig) -> None:
@@ -135,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        help="Hugging Face folder of the initial policy (default: the configuration's model)",
+        help="Hugging Face folder of the initial policy (default: model.path)",
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="where the record goes")
     parser.add_argument("--attempt", type=int, help="number of this attempt (default: the next)")
@@ -149,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 0
         check_names(config)
-        policy = initial_policy(config, arguments.checkpoint, run_dir)
+        policy = initial_policy(config, arguments.checkpoint)
     except (ValidationError, ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2

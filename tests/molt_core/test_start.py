@@ -54,7 +54,7 @@ def test_a_policy_whose_warm_up_nobody_made_is_refused(refused):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": {"builtin": "huge"}}, "model.builtin: 'huge' is unknown"),
+        ({}, "make it with python -m molt_core.models.tiny tiny-qwen3-vl-moe FOLDER"),
         ({"model": {"path": "nowhere"}}, "model.path: nowhere is not a Hugging Face"),
         ({"trainr": {}}, "trainr"),
         ({"task": {"source": "nope.jsonl"}}, "task.source: nope.jsonl is neither"),

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from molt_core.config import EngineConfig, ModelConfig
+from molt_core.models.builtin import resolve_checkpoint
 from molt_core.models.load import (
     check_same_tokens,
     content_hash,
     eos_token_id,
     excluded_token_ids,
     load_policy,
-    resolve_checkpoint,
     save_policy,
     write_weights,
 )
