@@ -191,14 +191,15 @@ def _divergence(tokens: RolloutTokens, base: torch.Tensor) -> torch.Tensor:
 
 
 def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: float) -> torch.Tensor:
-    """``G_t = r_t + gamma G_{t+1}`` inside each rollout, ``[N]``; one vector operation a token position, not a token."""
-    lengths = rollout.bincount()
-    place = torch.arange(len(rollout)) - (lengths.cumsum(0) - lengths)[rollout]
-    table = rewards.new_zeros(max(lengths.tolist(), default=0), len(lengths))
-    table[place, rollout] = rewards
-    for t in range(len(table) - 2, -1, -1):
-        table[t] += gamma * table[t + 1]
-    return table[place, rollout]
+    """``G_t = r_t + gamma G_{t+1}`` inside each rollout, ``[N]``.
+
+    Each pass doubles how many rewards a return reaches: ``reach`` of them at first, then those of the token ``reach`` further.
+    """
+    returns, reach = rewards.clone(), 1
+    while bool((inside := rollout[reach:] == rollout[:-reach]).any()):
+        returns[:-reach] += torch.where(inside, gamma**reach * returns[reach:], 0.0)
+        reach *= 2
+    return returns
 
 
 def rollout_tokens(
