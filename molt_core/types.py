@@ -49,11 +49,12 @@ class Item:
 class ImageInput:
     """One image of a prompt: the pixels that the engine receives and the patches that the trainer receives.
 
-    pixels: ``[height, width, 3]`` uint8. patches: ``[patches, patch_dim]`` float32, as the model's image processor makes
-    them. grid_thw: patch grid (time, height, width). ``token_ids[start : start + length]`` are its placeholder tokens.
+    pixels: ``[height, width, 3]`` uint8, None once the engine has had them. patches: ``[patches, patch_dim]`` float32, as the
+    model's image processor makes them. grid_thw: patch grid (time, height, width). Its placeholder tokens are
+    ``token_ids[start : start + length]``.
     """
 
-    pixels: np.ndarray
+    pixels: np.ndarray | None
     patches: np.ndarray
     grid_thw: tuple[int, int, int]
     start: int

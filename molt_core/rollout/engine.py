@@ -33,8 +33,8 @@ EXCLUDED_BIAS = -100.0
 DEAD_AFTER_S = 1.0
 """How often it is looked whether vLLM's process, which owes an answer, still lives."""
 
-RENDERED_KEPT = 512
-"""Prompts kept with their processed images, for the other samples of their group."""
+RENDERED_KEPT = 32
+"""Prompts kept with their processed images, tens of MiB each: the samples of a group ask for theirs one after another."""
 
 
 class EngineError(RuntimeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class _Segment:
             versions=np.array(self.versions, np.int32),
             mixed=np.zeros(length, bool),  # every refit recomputes the KV cache
             turns=tuple(self.turns),
-            images=self.images,
+            images=tuple(replace(image, pixels=None) for image in self.images),
             routed_experts=self._routed_experts(),
         )
 

@@ -11,7 +11,7 @@ from molt_core.config import SamplingConfig
 from molt_core.rollout.engine import EngineError, Sampled, _sampled
 from molt_core.rollout.record import Recorder, request_seed
 from molt_core.rollout.worker import RolloutWorker
-from molt_core.types import ContractError, Prompt
+from molt_core.types import ContractError, ImageInput, Prompt
 
 
 class Scripted:
@@ -70,6 +70,24 @@ def test_a_call_that_extends_the_ids_goes_on_in_the_segment_with_the_observation
     assert row.action_mask.tolist() == [False, False, True, True, False, True]
     assert row.versions.tolist() == [-1, -1, 3, 4, -1, 5]
     assert [(turn.start, turn.stop) for turn in row.turns] == [(2, 4), (5, 6)]
+
+
+def test_a_trajectory_keeps_the_patches_of_an_image_and_not_its_pixels():
+    """A trainer reads patches alone; pixels would travel with every rollout and lie in every checkpoint."""
+    image = ImageInput(np.zeros((4, 4, 3), np.uint8), np.ones((4, 12), np.float32), (1, 2, 2), 1, 1)
+    engine, seen = Scripted(FIRST), []
+
+    async def generate(ids, images, **options):
+        seen.extend(images)
+        return await engine.generate(ids, images, **options)
+
+    context = recorder(engine)
+    context._generate = generate
+    asyncio.run(context.generate([5, 6], [image]))
+    (kept,) = context.trajectories()[0].images
+    assert seen[0].pixels is image.pixels
+    assert kept.pixels is None and kept.patches is image.patches
+    assert (kept.grid_thw, kept.start, kept.length) == ((1, 2, 2), 1, 1)
 
 
 def test_a_history_that_was_rewritten_starts_a_new_segment():
