@@ -147,10 +147,13 @@ def _files(source: Path) -> list[Path]:
 
 
 def _is_data(file: Path) -> bool:
-    """Whether ``datasets`` lists the Arrow file as its folder's; beside its data it keeps what every ``.map`` has made."""
+    """Whether ``datasets`` lists the Arrow file as its folder's; beside its data it keeps what every ``.map`` has made.
+
+    A folder of its cache has no list; what a ``.map`` has made is called cache-*.arrow there.
+    """
     state = file.with_name("state.json")
     if not state.is_file():
-        return True
+        return not file.name.startswith("cache-")
     try:
         listed = json.loads(state.read_bytes())["_data_files"]
         return file.name in {entry["filename"] for entry in listed}

@@ -124,12 +124,15 @@ def test_a_hugging_face_folder_with_splits(tmp_path, kind):
 def test_what_datasets_keeps_beside_its_data_is_no_data(tmp_path):
     """``save_to_disk`` lists the data's files in state.json; a ``.map`` afterwards leaves a cache-*.arrow beside them."""
     table = pyarrow.Table.from_pylist(_rows(4))
-    for name in ("data-00000-of-00001.arrow", "cache-1f0e5d.arrow"):
+    for name in ("data-00000-of-00001.arrow", "cache-1f0e5d.arrow", "mine.arrow"):
         with pyarrow.ipc.new_stream(str(tmp_path / name), table.schema) as stream:
             stream.write_table(table)
     listed = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
     state = tmp_path / "state.json"
     state.write_text(json.dumps(listed))
+    assert len(_source(tmp_path, eval_items=1)) == 3
+    state.unlink()
+    (tmp_path / "mine.arrow").unlink()  # as in its cache, where no state.json is
     assert len(_source(tmp_path, eval_items=1)) == 3
     state.write_text("[]")
     with pytest.raises(DataError, match="state.json: not what datasets writes"):
