@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from molt_core.agents import shapes
-from molt_core.config import TaskConfig
+from molt_core.config import RunConfig, TaskConfig
+from molt_core.models.layout import Architecture
 from molt_core.rows import DataError, Row, Split, read_split
 from molt_core.types import Item
 
-__all__ = ["DataError", "PromptSource", "Split", "prompt_source"]
+__all__ = ["DataError", "PromptSource", "Split", "check_images_are_read", "prompt_source"]
 
 
 class PromptSource:
@@ -116,6 +117,37 @@ def check_prompts(task: TaskConfig) -> None:
         source = prompt_source(task, split, 0)
         if task.source != shapes.NAME:
             _ = source.content_hash
+
+
+def check_images_are_read(config: RunConfig, policy: Path) -> None:
+    """Raise DataError, naming the place, where the task has images and a model that scores them reads text alone.
+
+    policy: the folder that the run begins from; teacher and a critic of its own are looked at as well.
+    """
+    folders = {"model": policy, "algorithm.teacher": config.algorithm.teacher}
+    folders["critic.path"] = None if config.critic is None else config.critic.path
+    for key, folder in folders.items():
+        architecture = None if folder is None else Architecture.of(Path(folder))
+        if architecture is None or architecture.vision is not None:
+            continue
+        place = _first_image(config.task)
+        if place is not None:
+            raise DataError(
+                f"{place}: it shows images, and {key} ({folder}) is a {architecture.model_type}, which reads text alone; take "
+                "a vision-language model, or a task of text"
+            )
+
+
+def _first_image(task: TaskConfig) -> str | None:
+    """Where the first images of ``task`` stand, None where it has none."""
+    if task.source == shapes.NAME:
+        question = shapes.ShapesVariant.from_config(task.variant).question
+        return None if question == shapes.WORDS else f"task.variant.question: {question!r}"
+    for split in ("train", "eval"):
+        for row in read_split(Path(task.source), split, task.eval_items):
+            if row.values.get("images"):
+                return f"{row.place}, images"
+    return None
 
 
 def _item(row: Row) -> Item:

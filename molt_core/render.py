@@ -83,6 +83,11 @@ class Renderer:
 
     def _prompt(self, item: Item, index: int, collapsed: Sequence[int]) -> tuple[Prompt, list[int]]:
         """The prompt of ``collapsed``, one placeholder an image, and where each of its tokens went, and its end."""
+        if item.images and self._image_token is None:
+            raise DataError(
+                f"prompt {item.prompt_id}: it has {len(item.images)} images and the policy reads text alone; take rows without "
+                "images, or a vision-language model"
+            )
         places = [i for i, token in enumerate(collapsed) if token == self._image_token]
         if len(places) != len(item.images):
             raise DataError(

@@ -31,7 +31,13 @@ from torch import nn
 
 from molt_core.agents.load import make_grader
 from molt_core.config import OptimizerConfig, RunConfig, WarmupConfig, load_run_config
-from molt_core.data import DataError, PromptSource, check_prompts, prompt_source
+from molt_core.data import (
+    DataError,
+    PromptSource,
+    check_images_are_read,
+    check_prompts,
+    prompt_source,
+)
 from molt_core.models.builtin import resolve_checkpoint
 from molt_core.models.load import (
     atomic_folder,
@@ -90,7 +96,9 @@ def beginning(config: RunConfig, out: Path) -> Path:
         raise ValueError("the configuration has no warmup section; add one, e.g. warmup: {}")
     if out.exists():
         raise FileExistsError(f"{out} exists; a finished warm-up is never made again in its place")
-    return resolve_checkpoint(config.model, out.parent / "models")
+    policy = resolve_checkpoint(config.model, out.parent / "models")
+    check_images_are_read(config, policy)
+    return policy
 
 
 def _train(config: RunConfig, source: Path, folder: Path, shown: bool) -> list[float]:

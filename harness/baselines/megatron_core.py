@@ -38,13 +38,14 @@ from megatron.core.tensor_parallel import (
 from harness.baselines import megatron_cpu
 from harness.baselines.megatron_layout import Layout
 from harness.baselines.megatron_model import (
-    VisionLanguageModel,
+    MegatronPolicy,
     check_supported,
     transformer_config,
 )
 from harness.baselines.megatron_state import OptimizerState
 from harness.baselines.megatron_weights import Same, load_weights, weight_entries
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
+from molt_core.models.layout import Architecture, vision_of
 from molt_core.models.load import load_policy
 from molt_core.train.backend import can_step
 from molt_core.train.collate import MicroBatch
@@ -71,7 +72,7 @@ class MegatronCoreBackend:
         dtype = getattr(torch, model.dtype)
         policy = load_policy(checkpoint, dtype)
         check_supported(policy.config)
-        text = policy.config.text_config
+        text, visual = policy.config.get_text_config(), vision_of(policy)
         layout = Layout.of(trainer.layout, dist.get_world_size(), text)
         if on_cpu:
             megatron_cpu.install()
@@ -83,17 +84,17 @@ class MegatronCoreBackend:
         self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
 
         config = transformer_config(text, layout, dtype, trainer.device)
-        self.model = VisionLanguageModel(config, text, policy.model.visual, model.routing_replay)
+        self.model = MegatronPolicy(config, text, visual, model.routing_replay)
         for layer in self.model.language_model.decoder.layers:
             layer.checkpointed = trainer.activation_checkpointing
-        if trainer.activation_checkpointing:
-            policy.model.visual.gradient_checkpointing_enable(
+        if trainer.activation_checkpointing and visual is not None:
+            visual.gradient_checkpointing_enable(
                 {"use_reentrant": False, "preserve_rng_state": False}
             )
         self.model.to(self.device).train()  # the rotary frequencies stay float32 in every precision
         for router in self.model.routers:
             router.weight.requires_grad_(not optimizer.freeze_router)
-        self._entries = weight_entries(self.model, text, cuts)
+        self._entries = weight_entries(self.model, Architecture.of(checkpoint), text, cuts)
         load_weights(self._entries, dict(policy.named_parameters()))
         whole = [entry for entry in self._entries if isinstance(entry, Same)]
         self.frozen = frozenset(e.names[0] for e in whole if not e.parameter.requires_grad)

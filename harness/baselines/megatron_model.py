@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE as Megatron-Core builds it: a GPTModel with MoE layers behind the Hugging Face vision tower.
+"""Qwen3-VL-MoE and Qwen3-MoE as Megatron-Core builds them: a GPTModel with MoE layers, behind the vision tower or alone.
 
 Megatron has neither interleaved multimodal RoPE nor deepstack; both are added as modules that its layer specification takes,
 so that GPTModel itself is unchanged:
@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.baselines.megatron_layout import Layout
 from molt_core.train.collate import Blocks, MicroBatch
 from molt_core.train.logprobs import ActionDistribution, action_logprobs
-from molt_core.train.policy import blank_image
+from molt_core.train.policy import blank_image, check_text_alone
 from molt_core.train.routing import Choice, choose, replay
 from molt_core.types import NOT_SAMPLED
 
@@ -47,13 +47,12 @@ def check_supported(config) -> None:
     text = config.get_text_config()
     rope = text.rope_parameters
     expected = {
-        "model_type": (config.model_type, "qwen3_vl_moe"),
-        "text_config.hidden_act": (text.hidden_act, "silu"),
-        "text_config.attention_bias": (text.attention_bias, False),
-        "text_config.attention_dropout": (text.attention_dropout, 0.0),
-        "text_config.decoder_sparse_step": (text.decoder_sparse_step, 1),
-        "text_config.mlp_only_layers": (list(text.mlp_only_layers or []), []),
-        "text_config.rope_parameters.rope_type": (rope.get("rope_type", "default"), "default"),
+        "hidden_act": (text.hidden_act, "silu"),
+        "attention_bias": (text.attention_bias, False),
+        "attention_dropout": (text.attention_dropout, 0.0),
+        "decoder_sparse_step": (text.decoder_sparse_step, 1),
+        "mlp_only_layers": (list(text.mlp_only_layers or []), []),
+        "rope_parameters.rope_type": (rope.get("rope_type", "default"), "default"),
         "tie_word_embeddings": (bool(config.tie_word_embeddings), False),
     }
     for key, (found, supported) in expected.items():
@@ -92,7 +91,8 @@ def transformer_config(text, layout: Layout, dtype: torch.dtype, device: str) ->
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type="alltoall",
-        mrope_section=text.rope_parameters["mrope_section"],
+        # Of text alone the three axes are one.
+        mrope_section=text.rope_parameters.get("mrope_section", [text.head_dim // 2, 0, 0]),
         tensor_model_parallel_size=layout.tensor_parallel,
         expert_model_parallel_size=layout.expert_parallel,
         expert_tensor_parallel_size=layout.expert_tensor_parallel,
@@ -252,11 +252,11 @@ class ActionHead(nn.Module):
         return action_logprobs(hidden, self.weight, ids, distribution, group)
 
 
-class VisionLanguageModel(MegatronModule):
+class MegatronPolicy(MegatronModule):
     """``forward(micro_batch, distribution)``: log-probabilities and entropies ``[N]`` of the action tokens."""
 
     def __init__(
-        self, config: TransformerConfig, text, visual: nn.Module, routing_replay: bool
+        self, config: TransformerConfig, text, visual: nn.Module | None, routing_replay: bool
     ) -> None:
         super().__init__(config)
         self.visual, self.routing_replay = visual, routing_replay
@@ -318,24 +318,12 @@ class VisionLanguageModel(MegatronModule):
         return replace(batch, routed_experts=parts[rank])
 
     def _embed(self, batch: MicroBatch) -> torch.Tensor:
-        """Embeddings with image features in place; sets every layer's deepstack features."""
-        has_images = batch.patches is not None
-        patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(self.visual)
-        features = self.visual(patches.to(self.visual.dtype), grid_thw=grid, return_dict=True)
-        embedded = self.language_model.embedding(batch.token_ids[None], None)
-        deltas = []
-        if has_images:
-            place = (batch.image_positions, torch.zeros_like(batch.image_positions))
-            index = batch.feature_index
-            embedded = embedded.index_put(place, features.pooler_output[index].to(embedded.dtype))
-            deltas = [
-                torch.zeros_like(embedded).index_put(place, feature[index].to(embedded.dtype))
-                for feature in features.deepstack_features
-            ]
+        """Embeddings, with image features in place; sets every layer's deepstack features."""
+        embedded, deltas = self.language_model.embedding(batch.token_ids[None], None), []
+        if self.visual is None:
+            check_text_alone(batch)
         else:
-            # The tower takes part with weight zero, so that every rank's gradients are complete whatever rows it drew.
-            outputs = (features.pooler_output, *features.deepstack_features)
-            embedded = embedded + 0.0 * sum(output.sum() for output in outputs)
+            embedded, deltas = self._see(embedded, batch)
         if self.config.sequence_parallel:
             embedded = scatter_to_sequence_parallel_region(embedded)
             deltas = [scatter_to_sequence_parallel_region(delta) for delta in deltas]
@@ -343,6 +331,26 @@ class VisionLanguageModel(MegatronModule):
         for number, layer in enumerate(layers):
             layer.visual_delta = deltas[number] if number < len(deltas) else None
         return embedded
+
+    def _see(
+        self, embedded: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """``embedded`` with image features in place, and the deepstack features of the first layers."""
+        has_images = batch.patches is not None
+        patches, grid = (batch.patches, batch.grid_thw) if has_images else blank_image(self.visual)
+        features = self.visual(patches.to(self.visual.dtype), grid_thw=grid, return_dict=True)
+        if not has_images:
+            # The tower takes part with weight zero, so that every rank's gradients are complete whatever rows it drew.
+            outputs = (features.pooler_output, *features.deepstack_features)
+            return embedded + 0.0 * sum(output.sum() for output in outputs), []
+        place = (batch.image_positions, torch.zeros_like(batch.image_positions))
+        index = batch.feature_index
+        deltas = [
+            torch.zeros_like(embedded).index_put(place, feature[index].to(embedded.dtype))
+            for feature in features.deepstack_features
+        ]
+        pooled = features.pooler_output[index].to(embedded.dtype)
+        return embedded.index_put(place, pooled), deltas
 
 
 def pad_tokens(batch: MicroBatch, multiple: int) -> MicroBatch:

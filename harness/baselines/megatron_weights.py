@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from harness.baselines.megatron_layout import Cuts
-from harness.baselines.megatron_model import VisionLanguageModel
+from harness.baselines.megatron_model import MegatronPolicy
+from molt_core.models.layout import Architecture
 from molt_core.train.weights import Part, Weight, held_rows
 
 Tensors = Mapping[str, torch.Tensor]
@@ -179,14 +180,16 @@ def _stretches(length: int, number: int) -> Iterator[slice]:
     return (slice(n * each, (n + 1) * each) for n in range(number))
 
 
-def weight_entries(model: VisionLanguageModel, text, cuts: Cuts) -> list[Entry]:
+def weight_entries(
+    model: MegatronPolicy, architecture: Architecture, text, cuts: Cuts
+) -> list[Entry]:
     """Entries of all parameters of ``model``; ``text`` is the Hugging Face text config."""
     decoder = model.language_model
+    vision = () if model.visual is None else model.visual.named_parameters()
     entries: list[Entry] = [
-        Same((f"model.visual.{name}",), parameter)
-        for name, parameter in model.visual.named_parameters()
+        Same((f"{architecture.vision}.{name}",), parameter) for name, parameter in vision
     ]
-    prefix = "model.language_model"
+    prefix = architecture.decoder
     entries.append(
         Same((f"{prefix}.embed_tokens.weight",), decoder.embedding.word_embeddings.weight, cuts)
     )

@@ -8,6 +8,8 @@ learned from scratch in minutes. An item is a pure function of its stream, seed 
               larger    two squares: "what color is the larger square?" -> "red"
               describe  two squares, a sentence: "the larger square is red, the smaller square is blue"
               list      several, in a row: "name the colors ... from left to right" -> "red, blue, red"
+              words     no picture, for a policy that reads text alone: "the left square is red, the right square is blue.
+                        what color is the right square?" -> "blue"
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from molt_core.types import Item
 
 NAME = "shapes"
+WORDS = "words"
 
 PALETTE = {
     "red": (220, 40, 40),
@@ -39,6 +42,7 @@ QUESTIONS = {
     "larger": "what color is the larger square?",
     "describe": "name the colors of all squares",
     "list": "name the colors of all squares from left to right",
+    WORDS: "the left square is {}, the right square is {}. what color is the {} square?",
 }
 
 _TRAIN, _EVAL = 0, 1
@@ -105,23 +109,29 @@ class ShapesVariant:
 
     def _item(self, item_id: str, entropy: tuple[int, ...]) -> Item:
         rng = np.random.default_rng(entropy)
+        content, images, answer = (
+            self._in_words(rng) if self.question == WORDS else self._in_a_picture(rng)
+        )
+        return Item(
+            prompt_id=item_id,
+            messages=({"role": "user", "content": content},),
+            images=images,
+            answer=answer,
+        )
+
+    def _in_words(self, rng: np.random.Generator) -> tuple[str, tuple[()], str]:
+        colors, asked = self._two_colors(rng), rng.integers(2)
+        question = QUESTIONS[WORDS].format(*colors, ("left", "right")[asked])
+        return question, (), colors[asked]
+
+    def _in_a_picture(
+        self, rng: np.random.Generator
+    ) -> tuple[list[dict[str, str]], tuple[np.ndarray], str]:
         picture, answer = _DRAW[self.question](self, rng)
         if self.noise:
             picture = picture + rng.normal(0.0, self.noise, picture.shape)
-        return Item(
-            prompt_id=item_id,
-            messages=(
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image"},
-                        {"type": "text", "text": QUESTIONS[self.question]},
-                    ],
-                },
-            ),
-            images=(np.clip(np.rint(picture), 0, 255).astype(np.uint8),),
-            answer=answer,
-        )
+        content = [{"type": "image"}, {"type": "text", "text": QUESTIONS[self.question]}]
+        return content, (np.clip(np.rint(picture), 0, 255).astype(np.uint8),), answer
 
     def _color(self, rng: np.random.Generator) -> str:
         return list(PALETTE)[rng.integers(self.colors)]

@@ -31,7 +31,7 @@ from molt_core.algo.advantages import advantage_function
 from molt_core.algo.losses import loss_function
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig, load_run_config
-from molt_core.data import DataError, check_prompts
+from molt_core.data import DataError, check_images_are_read, check_prompts
 from molt_core.divergence import Diverged
 from molt_core.loop import EverythingDropped, Loop
 from molt_core.metrics import POLICY, RunWriter, attempts_made, is_finished
@@ -155,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         check_names(config)
         policy = initial_policy(config, arguments.checkpoint)
+        check_images_are_read(config, policy)
     except (ValidationError, ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2

@@ -43,11 +43,7 @@ class ActionPolicy(nn.Module):
         return self._read(batch) if visual is None else self._see_and_read(visual, batch)
 
     def _read(self, batch: MicroBatch) -> torch.Tensor:
-        if batch.patches is not None:
-            raise ValueError(
-                f"{len(batch.grid_thw)} images for a {self.policy.config.model_type} model, which reads text alone; take rows "
-                "without images, or a vision-language model"
-            )
+        check_text_alone(batch)
         # Of text all three axes count alike.
         return self._decoded(batch, position_ids=batch.position_ids[:1])
 
@@ -91,6 +87,15 @@ class ValueModel(ActionPolicy):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Values ``[N]`` float32 of the states in which the batch's action tokens were sampled."""
         return self.hidden(batch).float() @ self.value_head.float()
+
+
+def check_text_alone(batch: MicroBatch) -> None:
+    """Raise ValueError where ``batch`` has images, which a model without a vision tower would pass over in silence."""
+    if batch.patches is not None:
+        raise ValueError(
+            f"{len(batch.grid_thw)} images for a model that reads text alone; take rows without images, or a vision-language "
+            "model"
+        )
 
 
 def blank_image(visual: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from harness.baselines.megatron_core import MegatronCoreBackend, parallel_state
 from molt_core.config import TrainerConfig
 from molt_core.train import fsdp2
 from molt_core.train.collate import collate
+from molt_core.types import Trajectory
 from tests.harness.trainer_cases import (
     MODEL,
     OPTIMIZER,
@@ -24,30 +26,38 @@ from tests.harness.trainer_cases import (
 
 IMAGES = (1, 2, 0, 1, 0, 0)
 """Images in each row: with several ranks, some get micro-batches without any, or without any row."""
+TEXT = "text alone"
 CUTS: dict[str, dict] = {
     "all rows": {},
     "row by row": {"micro_batch_rows": 1},
     "three rows": {"micro_batch_rows": 3},
     "48 tokens": {"max_tokens_per_micro_batch": 48},
     "recomputed": {"micro_batch_rows": 2, "activation_checkpointing": True},
+    TEXT: {"micro_batch_rows": 2},
 }
-WORLDS = {1: tuple(CUTS), 2: tuple(CUTS), 4: ("row by row", "48 tokens")}
+"""``TEXT`` has a policy and rows of its own."""
+WORLDS = {1: tuple(CUTS), 2: tuple(CUTS), 4: ("row by row", "48 tokens", TEXT)}
 """The cuts that are tried at each world size."""
 BY_LAYER = ("row by row", "recomputed")
 """The cuts at which FSDP2 shards layer by layer, as it does where layers are large; else the tiny model is one unit."""
 BACKENDS = {"fsdp2": fsdp2.FSDP2Backend, "megatron": MegatronCoreBackend}
 
 
-def run(rank: int, world_size: int, port: int, checkpoint: Path, out: Path) -> None:
+def rows_of(cut: str, checkpoint: Path) -> list[Trajectory]:
+    return trajectories(checkpoint, (0,) * len(IMAGES) if cut == TEXT else IMAGES)
+
+
+def run(rank: int, world_size: int, port: int, checkpoints: Mapping[str, Path], out: Path) -> None:
     """Three steps by each backend for each cut: losses, norms and weights go to ``out/<world>-<rank>.pt``."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    rows = trajectories(checkpoint, IMAGES)
     results = {}
     for name, backend_class in BACKENDS.items():
         for cut in WORLDS[world_size]:
             trainer = TrainerConfig(world_size=world_size, **CUTS[cut])
+            checkpoint = checkpoints[cut]
+            rows = rows_of(cut, checkpoint)
             fsdp2.UNIT_ELEMENTS = 0 if cut in BY_LAYER else 2**20
             backend = backend_class(checkpoint, MODEL, OPTIMIZER, trainer, STEPS)
             micro_batches = share(rows, backend.data_rank, backend.data_size, trainer)

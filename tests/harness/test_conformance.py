@@ -20,7 +20,7 @@ from harness.conformance import (
 )
 from molt_core.config import RunConfig
 from molt_core.models.load import excluded_token_ids
-from molt_core.models.tiny import build_tiny_qwen3_vl_moe
+from molt_core.models.tiny import build_tiny_qwen3_moe, build_tiny_qwen3_vl_moe
 
 MEGATRON = "harness.baselines.megatron_core:MegatronCoreBackend"
 WRONG = "tests.harness.wrong_trainers:"
@@ -110,6 +110,11 @@ def test_the_batch_has_what_goes_wrong_and_nothing_that_was_excluded(checkpoint)
             inside = row.token_ids[image.start : image.start + image.length]
             assert len(set(inside)) == 1 and row.token_ids[image.start - 1] != inside[0]
             assert len(image.patches) == 4 * image.length
+
+
+def test_the_batch_of_a_policy_of_text_has_no_images(tmp_path):
+    rows = synthetic_rows(build_tiny_qwen3_moe(tmp_path), 128)
+    assert len(rows) == 16 and not any(row.images for row in rows)
 
 
 def test_recorded_rows_have_two_different_experts_everywhere_but_at_the_last_token(checkpoint):

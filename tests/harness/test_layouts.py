@@ -9,38 +9,42 @@ import multiprocessing
 import pytest
 import torch
 
-from tests.harness.layout_ranks import BACKENDS, IMAGES, WORLDS, run
+from molt_core.models.tiny import build_tiny_qwen3_moe
+from tests.harness.layout_ranks import BACKENDS, CUTS, TEXT, WORLDS, rows_of, run
 from tests.harness.trainer_cases import (
     free_port,
     largest_difference,
     oracle_training,
     rescaled_checkpoint,
-    trajectories,
 )
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """The plain trainer's losses, norms and weights; and by world size what every rank found for every backend and cut."""
+    """What the plain trainer found, by cut; and by world size what every rank found for every backend and cut."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("layouts")
-    checkpoint = rescaled_checkpoint(out)
-    oracle = oracle_training(checkpoint, trajectories(checkpoint, IMAGES))
+    policies = {
+        "all rows": rescaled_checkpoint(out),
+        TEXT: rescaled_checkpoint(out / "text", build_tiny_qwen3_moe),
+    }
+    trained = {cut: oracle_training(p, rows_of(cut, p)) for cut, p in policies.items()}
+    checkpoints = {cut: policies.get(cut, policies["all rows"]) for cut in CUTS}
     multiprocessing.set_forkserver_preload([run.__module__])
     found = {}
     for world in WORLDS:
         torch.multiprocessing.start_processes(
-            run, (world, free_port(), checkpoint, out), nprocs=world, start_method="forkserver"
+            run, (world, free_port(), checkpoints, out), nprocs=world, start_method="forkserver"
         )
         found[world] = [torch.load(out / f"{world}-{rank}.pt") for rank in range(world)]
-    return oracle, found
+    return {cut: trained.get(cut, trained["all rows"]) for cut in CUTS}, found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world, cut", [(w, cut) for w, cuts in WORLDS.items() for cut in cuts])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_loss_norm_and_weights_equal_the_plain_trainers(table, backend, cut, world):
-    oracle, found = table
+    oracle, found = table[0][cut], table[1]
     for rank in found[world]:
         losses, norms, weights, update_ratio = rank[backend, cut]
         assert losses == pytest.approx(oracle.losses, rel=1e-5)

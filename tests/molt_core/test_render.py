@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoProcessor
+from transformers import AutoProcessor, AutoTokenizer
 
 from molt_core.agents.shapes import ShapesVariant
 from molt_core.models.load import load_policy
-from molt_core.models.tiny import build_tiny_qwen3_vl_moe
+from molt_core.models.tiny import build_tiny_qwen3_moe, build_tiny_qwen3_vl_moe
 from molt_core.render import Renderer, collapse
 from molt_core.rows import DataError
 from molt_core.train.collate import mrope_positions
@@ -110,6 +110,17 @@ def test_a_placeholder_in_the_text_is_refused(renderer):
     item = Item("q9", ({"role": "user", "content": "see <|image_pad|>"},))
     with pytest.raises(DataError, match="prompt q9: .*places for 1 images and it has 0"):
         renderer.prompt(item, 0)
+
+
+def test_a_policy_of_text_alone_reads_text_and_refuses_images(tmp_path):
+    renderer = Renderer(build_tiny_qwen3_moe(tmp_path))
+    item = _item(())
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        list(item.messages), add_generation_prompt=True, return_dict=False
+    )
+    assert list(renderer.prompt(item, 0).token_ids) == expected
+    with pytest.raises(ValueError, match="prompt q: it has 1 images and the policy reads text"):
+        renderer.prompt(_item(((32, 32),)), 0)
 
 
 def test_rendering_a_prompt_takes_less_than_two_milliseconds(renderer):

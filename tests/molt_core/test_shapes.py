@@ -1,6 +1,7 @@
 """The built-in task: deterministic items, answers that the pixels bear out, grades, and errors that name the key."""
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -53,6 +54,27 @@ def test_larger_is_the_color_of_the_larger_square(number):
     item = ShapesVariant(question="larger", noise=0).train_item(0, number)
     sizes = {name: len(area[0]) for name, area in _areas(item.images[0]).items()}
     assert len(sizes) == 2 and item.answer == max(sizes, key=sizes.get)
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_words_say_both_colors_and_ask_for_one_without_a_picture(number):
+    item = ShapesVariant(question="words", colors=8).train_item(0, number)
+    (message,) = item.messages
+    said = re.fullmatch(
+        r"the left square is (?P<left>\w+), the right square is (?P<right>\w+)\. "
+        r"what color is the (?P<asked>left|right) square\?",
+        message["content"],
+    )
+    assert item.images == () and item.answer == said[said["asked"]]
+    assert {said["left"], said["right"]} <= set(PALETTE) and said["left"] != said["right"]
+
+
+def test_words_ask_for_either_side():
+    asked = {
+        ShapesVariant(question="words").train_item(0, n).messages[0]["content"].split()[-2]
+        for n in range(20)
+    }
+    assert asked == {"left", "right"}
 
 
 @pytest.mark.parametrize("number", range(30))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from PIL import Image
 
 from molt_core.data import DataError
 from molt_core.divergence import Diverged
@@ -26,6 +27,13 @@ def test_the_driver_pays_for_no_model_code():
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+def model_of(model_type: str, folder: Path) -> str:
+    """A model's folder as far as the command looks into it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return str(folder)
 
 
 @pytest.fixture
@@ -122,7 +130,8 @@ def test_what_is_no_configuration_is_refused(tmp_path, capsys, text, said):
 def run(tmp_path, monkeypatch):
     """Runs the command on the example, with ``train`` in place of what a run does; returns its exit code."""
     monkeypatch.setattr(command_line, "start_ray", lambda places: None)
-    monkeypatch.setattr(command_line, "initial_policy", lambda *arguments: tmp_path)
+    policy = Path(model_of("qwen3_vl_moe", tmp_path / "policy"))
+    monkeypatch.setattr(command_line, "initial_policy", lambda *arguments: policy)
     arguments = [str(EXAMPLE), "--run-dir", str(tmp_path / "run"), "--attempt", "1"]
 
     def run(train) -> int:
@@ -173,3 +182,30 @@ def test_attempts_are_counted_by_their_folders(tmp_path):
     for name in ("01", "02", "11", "notes"):
         (tmp_path / "attempts" / name).mkdir(parents=True)
     assert attempts_made(tmp_path) == 11
+
+
+def test_pictures_for_a_policy_of_text_are_refused(refused, tmp_path):
+    folder = model_of("qwen3_moe", tmp_path / "policy")
+    said = refused({"warmup": None, "model": {"path": folder}})
+    assert f"task.variant.question: 'larger': it shows images, and model ({folder}) is a" in said
+    assert "qwen3_moe, which reads text alone; take a vision-language model" in said
+
+
+def test_the_first_row_with_images_is_named(refused, tmp_path):
+    rows = [{"prompt": "red?", "answer": "red"} for _ in range(4)]
+    Image.new("RGB", (16, 16)).save(tmp_path / "square.png")
+    rows[2]["images"] = ["square.png"]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = {"path": model_of("qwen3_moe", tmp_path / "policy")}
+    task = {"source": str(data), "eval_items": 1}
+    said = refused({"warmup": None, "model": model, "task": task})
+    assert f"{data}, line 3, images: it shows images" in said
+
+
+def test_a_teacher_of_text_for_a_policy_that_sees_is_refused(refused, tmp_path):
+    model = {"path": model_of("qwen3_vl_moe", tmp_path / "policy")}
+    teacher = model_of("qwen3_moe", tmp_path / "teacher")
+    algorithm = {"advantage": "on_policy_distillation", "teacher": teacher, "correction": "tis"}
+    said = refused({"warmup": None, "model": model, "algorithm": algorithm})
+    assert f"algorithm.teacher ({teacher}) is a qwen3_moe" in said
