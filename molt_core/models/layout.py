@@ -76,7 +76,10 @@ class Architecture:
                     yield f"{expert[1]}.{number}.{projection}_proj.weight", part
 
     def check_files(self, shapes: Mapping[str, tuple[int, ...]], hidden: int, where: Path) -> None:
-        """Raise ValueError unless experts in files of these tensors (name to shape) lie as published; hidden: H."""
+        """Raise ValueError unless experts in files of these tensors (name to shape) lie as published; hidden: H.
+
+        Of the other layouts of Qwen3-VL-MoE transformers reads one (its own, of memory) and vLLM another (separate).
+        """
         for name, shape in shapes.items():
             stacked = _IN_MEMORY.fullmatch(name)
             if not stacked and not _SEPARATE.fullmatch(name):
@@ -88,8 +91,8 @@ class Architecture:
                     "separate": "one by one, ...experts.0.gate_proj.weight [I, H], up_proj and down_proj",
                 }[self.experts]
                 raise ValueError(
-                    f"model.path: {where} holds {name} {list(shape)}; transformers and vLLM both read {self.model_type} with "
-                    f"experts {lie} (H is {hidden}) only: convert its files"
+                    f"model.path: {where} holds {name} {list(shape)}; supported are files as published, which for "
+                    f"{self.model_type} have experts {lie} (H is {hidden}): convert them"
                 )
 
 

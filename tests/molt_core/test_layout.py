@@ -107,7 +107,7 @@ def test_files_of_another_layout_are_refused_by_name_and_told_the_right_one(
 ):
     shapes = {name: tuple(tensor.shape) for name, tensor in lie(weights).items()}
     first = f"model.path: {tmp_path} holds {next(iter(shapes))}"
-    with pytest.raises(ValueError, match=f"{first} .* {architecture.model_type} with experts"):
+    with pytest.raises(ValueError, match=f"{first} .* {architecture.model_type} have experts"):
         architecture.check_files(shapes, HIDDEN, tmp_path)
 
 
