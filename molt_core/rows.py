@@ -67,9 +67,7 @@ class Row:
             if coarse:
                 picture.draft("RGB", (1, 1))
             picture = picture.convert("RGB")
-        except (
-            Exception
-        ) as error:  # whatever the decoder of some format raises, the message must name the row
+        except Exception as error:  # a format's decoder raises what it likes
             what = f"cannot be decoded ({type(error).__name__}: {error})"
             raise DataError(f"{self.place}: {name}: {what}") from error
         if long > LONGEST_SIDE * short:

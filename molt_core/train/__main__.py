@@ -149,9 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_run_config(arguments.config)
         if is_finished(run_dir, config.loop.steps):
-            print(
-                f"finished already: the trained policy is {run_dir / POLICY}; another --run-dir begins anew"
-            )
+            print(f"finished already: the trained policy is {run_dir / POLICY}")
             return 0
         check_names(config)
         policy = initial_policy(config, arguments.checkpoint)
