@@ -32,14 +32,14 @@ from molt_core.algo.aggregation import weighted_rollouts
 from molt_core.algo.kl import next_coefficient
 from molt_core.config import RunConfig
 from molt_core.data import prompt_source
-from molt_core.divergence import check_finite
+from molt_core.divergence import check_finite, ended_by
 from molt_core.placement import Reserved, reserve
 from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.refit import RefitReport
 from molt_core.rollout.worker import WorkerGroup
 from molt_core.train.checkpoint import Checkpoint, CheckpointStore, Saver
 from molt_core.train.worker import ProbeResult, StepResult, TrainerGroup
-from molt_core.types import Batch, Group
+from molt_core.types import Batch, Group, NotFinite
 
 FUTILE_BATCHES = 8
 """Batches' worth of groups dropped in a row, without one kept, after which a run gives up."""
@@ -70,8 +70,13 @@ class Loop:
         self.optimizer_steps = 0
         self.algorithm = config.algorithm
         """What the next step trains by: ``kl.coef`` is steered where it has a target."""
+        self.trained_on: dict[str, Any] = {}
+        """The last batch that was trained on, for whoever asks what spoilt the weights."""
+        self.record: Mapping[str, Any] = {}
+        """Of the last step."""
         self.tokens_before: Counter[str] = Counter()
-        """Tokens that engines of earlier attempts sampled, by what they were for."""
+        """Tokens that engines of earlier attempts sampled, by what they were for; ``engine_tokens``: with this attempt's."""
+        self.engine_tokens: Counter[str] = Counter()
         self.stop_requested = False
 
     def request_stop(self) -> None:
@@ -89,7 +94,8 @@ class Loop:
         return finished
 
     async def _run(self, places: Reserved) -> bool:
-        saved = self._newest_checkpoint()
+        shutil.rmtree(self.writer.policy_folder, ignore_errors=True)
+        saved = self.store.newest()
         await self._start(places)
         try:
             first = 1 + (await self._begin() if saved is None else await self._resume(saved))
@@ -103,6 +109,8 @@ class Loop:
             await self.saver.wait()
             await self._close_books()
             await self.trainer.export(self.writer.policy_folder)
+        except NotFinite as error:
+            raise await self._ended_by(error) from error
         finally:
             for task in self.tasks:
                 task.cancel()
@@ -110,15 +118,6 @@ class Loop:
             ends = self.saver.wait(), *self.workers.call("shutdown")
             await asyncio.gather(*ends, return_exceptions=True)
         return True
-
-    def _newest_checkpoint(self) -> Checkpoint | None:
-        """Where to go on from. What an attempt before this one left unfinished is cleared away."""
-        self.store.clear_drafts()
-        shutil.rmtree(self.writer.policy_folder, ignore_errors=True)
-        complete, torn = self.store.scan()
-        for problem in torn:
-            print(f"not used: {problem}", flush=True)
-        return complete[-1] if complete else None
 
     async def _start(self, places: Reserved) -> None:
         """Bring up engines and trainer side by side, each on its place, and connect them."""
@@ -135,7 +134,9 @@ class Loop:
         await self._refit(0)  # an identity, which the probe shows
         probe = await self._probe()
         evaluation = await self._evaluate()
-        self.writer.record({"step": 0, "phase": "initial", **metrics.probe(probe), **evaluation})
+        self.record = self.writer.record(
+            {"step": 0, "phase": "initial", **metrics.probe(probe), **evaluation}
+        )
         self._dispatch()
         return 0
 
@@ -143,6 +144,7 @@ class Loop:
         """Take over what ``saved`` holds and probe it; returns the step that is done."""
         await self.trainer.load(saved.trainer)
         self._restore(saved.loop_state())
+        self.record = saved.record
         await self._refit(self.pool.version)
         probe = await self._probe(due=True)
         # This probe was counted when the step was recorded.
@@ -219,13 +221,10 @@ class Loop:
         probe_started = time.time()
         probe = await self._probe()
         probe_s = time.time() - probe_started
-        if probe:
-            largest = {"largest difference of the probe": probe.largest}
-            self._finite(step, largest, stepped=True, batch=batch)
         if self._evaluates(step):
             self.writer.heartbeat("evaluating", step)
         evaluation = await self._evaluate() if self._evaluates(step) else {}
-        busy, engine_tokens = await self._engine_clocks()
+        busy = await self._engine_clocks()
         stops = self.stop_requested and step < self.config.loop.steps
         saves = stops or self.config.saves_after(step)
         save_started = time.time()
@@ -237,10 +236,10 @@ class Loop:
         counts = {**metrics.books(self.pool), **self.reward_sums.take()}
         checkpoint = {}
         if saves:
-            await self.saver.begin(step, self._state(engine_tokens))
+            await self.saver.begin(step, self._state())
             checkpoint["t_checkpoint_s"] = time.time() - save_started
         ended = time.time()
-        record = self.writer.record(
+        self.record = self.writer.record(
             {
                 "step": step,
                 "phase": "train",
@@ -259,8 +258,8 @@ class Loop:
                 "prompts_fingerprint": dispatch_hash,
                 "trained_fingerprint": trained_hash,
                 **counts,
-                "tokens_evaluation": engine_tokens["eval"],
-                "tokens_probe": engine_tokens["probe"],
+                "tokens_evaluation": self.engine_tokens["eval"],
+                "tokens_probe": self.engine_tokens["probe"],
                 **metrics.batch(batch),
                 **figures,
                 **(metrics.probe(probe) if probe else {}),
@@ -270,28 +269,31 @@ class Loop:
         )
         self.step_started = ended
         if saves:
-            self.saver.commit(record)
+            self.saver.commit(self.record)
         self.saver.check()
         if not stops:
             self._dispatch()
         return not stops
 
     async def _train(self, step: int, batch: Batch) -> tuple[StepResult, dict[str, Any]]:
-        """One optimiser step, and its figures for the record. Raises Diverged (``divergence.check_finite``).
+        """One optimiser step, and its figures for the record. Raises NotFinite (``divergence.py``).
 
         A critic steps first: where the policy's numbers are the bad ones, it has stepped on that batch.
         """
         rows = [segment for group in batch.groups for segment in group.segments]
         frozen = await self.trainer.frozen_logprobs(rows)
         values = await self.trainer.values(rows)
-        if values is not None:
-            numbers = {"largest value of the critic": np.abs(values).max()}
-            self._finite(step, numbers, batch=batch, values=values)
+        scored = frozen if values is None else {**frozen, "critic": values}
+        largest = {f"largest number of the {name}": np.abs(x).max() for name, x in scored.items()}
+        check_finite(step, largest, batch=batch, **scored)
         rollouts = weighted_rollouts(batch, self.algorithm, frozen, values)
         hold = step <= self.config.steps_without_policy
         result = await self.trainer.step(rollouts, self.algorithm, hold)
         found = {"batch": batch, "rollouts": rollouts}
-        self._finite(step, result.decisive, stepped=result.stepped, **found)
+        if not result.stepped:
+            check_finite(step, result.decisive, **found)
+        self.trained_on = {"step": step, **found}
+        check_finite(step, result.decisive)
         self.optimizer_steps += result.stepped
         self.pool.trained(batch, int(result.sums["tokens"]))
         figures, kl = metrics.training(result, self.config.optimizer.clip_norm), self.algorithm.kl
@@ -302,16 +304,25 @@ class Loop:
                 self.algorithm = self.algorithm.with_kl_coef(coef)
         return result, figures
 
-    def _finite(self, step: int, numbers: dict[str, float], **more: Any) -> None:
-        check_finite(step, numbers, self.writer, self.store, **more)
+    async def _ended_by(self, error: NotFinite) -> Exception:
+        return await ended_by(
+            getattr(error, "cause", error),  # without the stacks of the actor that met it
+            self.writer,
+            self.trainer,
+            self.saver,
+            record=self.record,
+            state=self._state,
+            trained_on=self.trained_on,
+        )
 
-    def _state(self, engine_tokens: Counter[str]) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         return {
             "pool": self.pool.state(),
             "optimizer_steps": self.optimizer_steps,
             "dropped_in_a_row": self.dropped_in_a_row,
-            "engine_tokens": engine_tokens,
+            "engine_tokens": self.engine_tokens,
             "kl_coef": self.algorithm.kl.coef,
+            "reward_sums": self.reward_sums,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -319,7 +330,9 @@ class Loop:
         self.pool.restore(state["pool"])
         self.optimizer_steps = state["optimizer_steps"]
         self.dropped_in_a_row = state["dropped_in_a_row"]
-        self.tokens_before.update(state["engine_tokens"])
+        self.reward_sums = state["reward_sums"]
+        self.engine_tokens = Counter(state["engine_tokens"])
+        self.tokens_before.update(self.engine_tokens)
         self.tokens_before["train"] = self.pool.tokens.generated
         if self.algorithm.kl.target is not None:
             self.algorithm = self.algorithm.with_kl_coef(state["kl_coef"])
@@ -351,6 +364,7 @@ class Loop:
             for part in range(1, 1 + DOUBTFUL_PROBE_PARTS):
                 rows = await self.workers.fresh_tokens(self.pool.version, part)
                 result = ProbeResult.joined([result, await self.trainer.score(rows)])
+        check_finite(self.pool.version, {"largest difference of the probe": result.largest})
         return result
 
     def _evaluates(self, step: int) -> bool:
@@ -360,17 +374,18 @@ class Loop:
         started = time.time()
         return metrics.evaluation(await self.workers.evaluate(), time.time() - started)
 
-    async def _engine_clocks(self) -> tuple[list[tuple[float, float]], Counter[str]]:
-        """Stretches of decoding since the last call, and tokens sampled so far, of earlier attempts too."""
+    async def _engine_clocks(self) -> list[tuple[float, float]]:
+        """Stretches of decoding since the last call; ``engine_tokens`` is then of this moment."""
         stretches, tokens = await self.workers.clocks()
-        return stretches, self.tokens_before + tokens
+        self.engine_tokens = self.tokens_before + tokens
+        return stretches
 
     async def _close_books(self) -> None:
         """At the end the engines' own count of training tokens equals the books', with what is left in flight."""
         await self._until(lambda: not self.pool.running)
         self.pool.check()
-        _, engine_tokens = await self._engine_clocks()
-        generated = engine_tokens["train"]
+        await self._engine_clocks()
+        generated = self.engine_tokens["train"]
         if generated != self.pool.tokens.generated:
             raise BooksError(
                 f"the engines generated {generated} action tokens, the books know of {self.pool.tokens.generated}"

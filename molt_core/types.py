@@ -25,6 +25,17 @@ class ContractError(ValueError):
     """A trajectory, rollout or group that breaks the data contract; the message names the field and the position."""
 
 
+class NotFinite(ContractError):
+    """A number that is none, met under weights of ``version``. batch: what it is of, where that was about to be trained on.
+
+    What it means for a run: ``divergence.ended_by``.
+    """
+
+    def __init__(self, message: str, version: int = 0, **batch: Any) -> None:
+        super().__init__(message)
+        self.version, self.batch = version, batch
+
+
 @dataclass(frozen=True)
 class Item:
     """One question before rendering: chat messages with places for ``images`` (``[height, width, 3]`` uint8); its answer."""

@@ -25,7 +25,7 @@ import molt_core
 from molt_core.config import EngineConfig, ModelConfig
 from molt_core.models.load import expert_layers
 from molt_core.rollout.refit import RefitError
-from molt_core.types import ContractError, ImageInput
+from molt_core.types import ContractError, ImageInput, NotFinite
 
 EXCLUDED_BIAS = -100.0
 """Added to the logits of excluded ids: e^-100 of probability is left, far below float32's resolution of the rest."""
@@ -204,7 +204,7 @@ class Engine:
 
         The new tokens are counted in ``tokens[purpose]`` as vLLM returned them, before anything else looks at them.
 
-        Raises ContractError where the engine leaves out a log-probability or a version.
+        Raises ContractError where the engine leaves out a log-probability or a version, NotFinite where one is no number.
         """
         submitted = await self._submit(
             prompt_ids,
@@ -370,6 +370,12 @@ def _sampled(output, expert_layers: Sequence[int] = ()) -> Sampled:
         versions[span.start : span.end] = int(span.version)
     if (versions < 0).any():
         raise ContractError("engine returned tokens without a policy version")
+    for value, version in zip(logprobs, versions):
+        if not np.isfinite(value):
+            raise NotFinite(
+                f"the engine sampled a token of log-probability {value}, version {version}",
+                int(version),
+            )
     prompt, routes = output.prompt_token_ids, None
     if expert_layers:
         computed, routes = len(prompt) + len(ids) - 1, completion.routed_experts

@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-00000050/
       trainer/         weights, moments, schedule, random streams: what the ranks of the trainer wrote
-      loop.pickle      version, books, place in the data, finished groups that wait for the trainer
+      loop.pickle      version, books, place in the data, finished groups that wait for the trainer, KL coefficient
       complete.json    step, its metrics record, the size of every file; written last
     RUN/checkpoints/saves.jsonl    of every save: step, seconds until it was whole, bytes
 
@@ -100,6 +100,14 @@ class CheckpointStore:
             except CheckpointError as error:
                 torn.append(str(error))
         return sorted(complete, key=lambda checkpoint: checkpoint.step), torn
+
+    def newest(self) -> Checkpoint | None:
+        """Where to go on from; torn ones are named. What an attempt before this one left unfinished is cleared away."""
+        self.clear_drafts()
+        complete, torn = self.scan()
+        for problem in torn:
+            print(f"not used: {problem}", flush=True)
+        return complete[-1] if complete else None
 
     def clear_drafts(self) -> None:
         """Remove what a killed attempt was writing."""

@@ -37,7 +37,7 @@ from molt_core.train.ranks import RankGroup, added, everywhere, memory_peak_byte
 from molt_core.train.routing import check_recorded
 from molt_core.train.split import filler_row, shares, split_units
 from molt_core.train.weights import whole_weights
-from molt_core.types import Trajectory
+from molt_core.types import Batch, ContractError, Trajectory
 
 TIMEOUT_S = 120.0
 """Longest wait for a peer in a refit."""
@@ -83,7 +83,7 @@ class ProbeResult:
     @classmethod
     def of(cls, differences: np.ndarray, tied: np.ndarray, doubt_above: float) -> ProbeResult:
         """``[N]`` each. A tie leaves out only what it may explain: a difference that would be in doubt."""
-        left_out = tied & (differences > doubt_above)
+        left_out = tied & (differences > doubt_above) & np.isfinite(differences)
         return cls(differences[~left_out], int(left_out.sum()))
 
     @classmethod
@@ -192,13 +192,24 @@ class TrainerRank(CriticRank):
         self, micro_batches: Sequence[Sequence[Trajectory]]
     ) -> dict[str, list[np.ndarray]]:
         """By policy, of every row of the micro-batches in order: its sampled tokens' log-probabilities before the step."""
+        return self._logprobs(self.scored, micro_batches)
+
+    def policy_logprobs(
+        self, micro_batches: Sequence[Sequence[Trajectory]]
+    ) -> dict[str, list[np.ndarray]]:
+        """The same by the policy alone, whatever the algorithm needs."""
+        return self._logprobs({"policy": self.backend}, micro_batches)
+
+    def _logprobs(
+        self, policies: Mapping[str, TrainBackend], micro_batches: Sequence[Sequence[Trajectory]]
+    ) -> dict[str, list[np.ndarray]]:
         return {
             name: [
                 values
                 for rows in micro_batches
                 for values in row_logprobs(policy, rows, self.distribution)
             ]
-            for name, policy in self.scored.items()
+            for name, policy in policies.items()
         }
 
     def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
@@ -331,11 +342,18 @@ class TrainerGroup(RankGroup):
 
     async def frozen_logprobs(self, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         """Log-probabilities ``[N]`` of the rows' sampled tokens, in order, by each of ``algorithm.frozen_policies``; and by
-        "policy" those of the one that is stepped, before its step, where ``algorithm.needs_policy_logprobs``.
+        "policy" those of the one that is stepped, before its step, where ``algorithm.needs_policy_logprobs``. Raises
+        ContractError where one that is never stepped gives no number.
         """
         if not self.config.algorithm.frozen_policies:
             return {}
-        return await self.on_rows("frozen_logprobs", rows)
+        found = await self.on_rows("frozen_logprobs", rows)
+        for name in self.config.algorithm.frozen_policies:
+            if not np.isfinite(found[name]).all():
+                raise ContractError(
+                    f"the {name} gives a sampled token a log-probability that is no number: see its weights and model.dtype"
+                )
+        return found
 
     async def values(self, rows: Sequence[Trajectory]) -> np.ndarray | None:
         """The critic's values ``[N]`` before the rows' sampled tokens, in order; None without a critic."""
@@ -345,6 +363,12 @@ class TrainerGroup(RankGroup):
         values = await self.critic.values(rows)
         self._values_s = time.time() - started
         return values
+
+    async def gives_numbers(self, batch: Batch) -> bool:
+        """Whether policy and critic, as they are, have a finite number for every sampled token."""
+        rows = [segment for group in batch.groups for segment in group.segments]
+        found = [*(await self.on_rows("policy_logprobs", rows)).values(), await self.values(rows)]
+        return all(np.isfinite(numbers).all() for numbers in found if numbers is not None)
 
     async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
         lengths = [len(row.token_ids) for row in rows]

@@ -110,7 +110,7 @@ def test_without_a_target_the_coefficient_stays_and_is_no_metric(tmp_path):
 def test_a_resumed_run_goes_on_with_the_coefficient_that_was_saved(tmp_path):
     loop = make_loop(tmp_path)
     train(loop, 1, 0.013), train(loop, 2, 0.011)
-    saved = cloudpickle.loads(cloudpickle.dumps(loop._state({})))
+    saved = cloudpickle.loads(cloudpickle.dumps(loop._state()))
     again = make_loop(tmp_path)
     again._restore(saved)
     assert again.algorithm.kl.coef == loop.algorithm.kl.coef != 0.5
@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_with_the_coefficient_that_was_saved(tmp_path):
 
 
 def test_a_fixed_coefficient_is_the_configuration_s_also_of_a_run_that_goes_on(tmp_path):
-    saved = make_loop(tmp_path)._state({})
+    saved = make_loop(tmp_path)._state()
     again = make_loop(tmp_path, target=None, coef=0.25)
     again._restore(saved)
     assert again.algorithm.kl.coef == 0.25

@@ -160,6 +160,11 @@ def test_a_tie_leaves_out_only_the_tokens_that_it_may_explain():
     assert found.tied == 1
 
 
+def test_a_tie_explains_no_difference_that_is_no_number():
+    found = ProbeResult.of(np.array([math.inf, math.nan]), np.array([True, True]), doubt_above=0)
+    assert (len(found.differences), found.tied) == (2, 0)
+
+
 def test_the_probe_s_figures_are_over_tokens_that_are_not_tied():
     found = metrics.probe(ProbeResult(np.array([0.0, 1e-6, 3e-6], np.float32), tied=5))
     assert (found["mismatch_tokens"], found["tokens_router_tied"]) == (3, 5)

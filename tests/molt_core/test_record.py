@@ -1,6 +1,7 @@
 """What is written down behind an agent's back: the ids, log-probabilities and versions that the engine gave, and no others."""
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from molt_core.config import SamplingConfig
 from molt_core.rollout.engine import EngineError, Sampled, _sampled
 from molt_core.rollout.record import Recorder, request_seed
 from molt_core.rollout.worker import RolloutWorker
-from molt_core.types import ContractError, ImageInput, Prompt
+from molt_core.types import ContractError, ImageInput, NotFinite, Prompt
 
 
 class Scripted:
@@ -225,6 +226,15 @@ def test_log_probabilities_are_of_the_sampled_ids_and_versions_of_their_spans():
     sampled = _sampled(output([7, 9, 11], [-1.0, -2.0, -3.0], [(0, 2, "4"), (2, 3, "5")]))
     assert sampled.logprobs.tolist() == [-1, -2, -3]
     assert sampled.versions.tolist() == [4, 4, 5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_log_probability_that_is_no_number_is_told_with_the_version_of_its_weights(value):
+    answer = output([7, 9, 11], [-1.0, value, value], [(0, 1, "4"), (1, 2, "5"), (2, 3, "6")])
+    with pytest.raises(NotFinite, match=f"log-probability {value}, version 5") as raised:
+        _sampled(answer)
+    crossed = pickle.loads(pickle.dumps(raised.value))  # as it comes out of an actor
+    assert (crossed.version, crossed.batch, str(crossed)) == (5, {}, str(raised.value))
 
 
 def test_a_token_without_a_version_is_refused():

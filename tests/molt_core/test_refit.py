@@ -27,6 +27,7 @@ from molt_core.models.load import (
 )
 from molt_core.models.tiny import build_tiny_qwen3_vl_moe
 from molt_core.rollout import refit
+from molt_core.types import NotFinite
 from tests.molt_core.make import weight
 
 LONG, SHORT, REQUESTS = 60, 12, 6
@@ -44,7 +45,7 @@ class Sample:
     versions: np.ndarray
 
 
-async def _play(checkpoint: Path, other: Path, prompt: list[int]) -> dict:
+async def _play(checkpoint: Path, other: Path, spoilt: Path, prompt: list[int]) -> dict:
     from molt_core.rollout.engine import Engine
 
     model = ModelConfig(path=str(checkpoint), max_length=len(prompt) + LONG)
@@ -90,8 +91,13 @@ async def _play(checkpoint: Path, other: Path, prompt: list[int]) -> dict:
     results["after three"] = [await sample(SHORT, seed) for seed in range(REQUESTS)]
     await refit_to(other, 4, frozen=ROUTER)
     results["without routers"] = [await sample(SHORT, seed) for seed in range(REQUESTS)]
+    await refit_to(spoilt, 5)
     try:
-        await refit_to(other, 5, left_out=1)
+        await sample(SHORT, 0)
+    except NotFinite as error:
+        results["no number"] = error
+    try:
+        await refit_to(other, 6, left_out=1)
     except refit.RefitError as error:
         results["refusal"] = str(error)
     engine.shutdown()
@@ -116,12 +122,16 @@ def played(tmp_path_factory):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     save_policy(model, folder / "first", folder / "second")
+    with torch.no_grad():  # finite, as a far too long step leaves them; their product is not
+        model.lm_head.weight.mul_(1e20)
+        model.model.language_model.norm.weight.mul_(1e20)
+    save_policy(model, folder / "first", folder / "spoilt")
     tokenizer = AutoTokenizer.from_pretrained(folder / "first")
     prompt = tokenizer("what color is the square?").input_ids
     excluded = list(excluded_token_ids(folder / "first"))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        arguments = (folder / "first", folder / "second", prompt)
-        results = pool.submit(_in_own_process, *arguments).result()
+        folders = [folder / name for name in ("first", "second", "spoilt")]
+        results = pool.submit(_in_own_process, *folders, prompt).result()
     policies = {0: load_policy(folder / "first"), 1: load_policy(folder / "second")}
     return results, partial(_score, policies, prompt, excluded)
 
@@ -172,6 +182,12 @@ def test_the_weights_of_the_tests_above_came_in_slices(played):
     results, _ = played
     endings = {name.rsplit(".", 2)[-1 if "proj" in name else -2] for name in results["cut"]}
     assert endings >= {"embed_tokens", "lm_head", "gate_up_proj", "down_proj"}
+
+
+@pytest.mark.engine
+def test_weights_whose_log_probabilities_are_no_numbers_are_told_by_their_version(played):
+    error = played[0]["no number"]
+    assert error.version == 5 and "log-probability nan, version 5" in str(error)
 
 
 @pytest.mark.engine

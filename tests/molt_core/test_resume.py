@@ -1,4 +1,4 @@
-"""Invariant 7 on real parts: a run that is killed three times equals one that never was; a run told to stop goes on.
+"""Invariant 7 on real parts: a run killed three times equals one that never was; one that stopped, or diverged, goes on.
 
 The runs that are compared have a critic, whose weights and moments must come back like the policy's, and a penalty whose
 coefficient is steered.
@@ -16,9 +16,11 @@ import pytest
 import yaml
 
 from molt_core.agents.base import Result
+from molt_core.divergence import Diverged
+from molt_core.export import export
 from molt_core.loop import Loop
 from molt_core.metrics import RunWriter
-from molt_core.models.load import content_hash
+from molt_core.models.load import content_hash, load_policy
 from molt_core.train.__main__ import train
 from molt_core.train.checkpoint import MARKER
 from tests.molt_core.test_loop import run_config, run_loop
@@ -147,33 +149,67 @@ def test_batches_are_generated_at_the_version_that_lockstep_says(straight):
     assert sum(records(straight)[STEPS]["groups_dropped"].values()) > 0, "nothing was replaced"
 
 
-@pytest.mark.engine
-def test_a_run_told_to_stop_goes_on_with_closed_books(ray_session, tiny_checkpoint, tmp_path):
-    """The free-running loop: the engines are at work when it stops, and those groups are generated again."""
-    config = run_config(loop={"steps": 6, "max_staleness": 1})
+BAD_THIRD = """
+import itertools
+import torch.distributed as dist
+from molt_core.algo.losses import loss_function, register_loss
 
-    class StopsAfterThree(RunWriter):
+calls = itertools.count(1)
+
+@register_loss("bad_third")
+def bad_third(tokens, config):
+    loss, metrics = loss_function("clipped")(tokens, config)
+    return loss * (float("nan") if next(calls) == 3 and dist.get_rank() == 1 else 1.0), metrics
+"""
+"""As ``clipped``, but that one of two ranks finds no number the third time that it is asked."""
+
+
+@pytest.mark.engine
+def test_a_run_that_stopped_and_one_that_diverged_go_on_with_closed_books(
+    ray_session, tiny_checkpoint, tmp_path
+):
+    """The free-running loop: the engines are at work when it ends, and those groups are generated again."""
+    (tmp_path / "bad.py").write_text(BAD_THIRD)
+    bad = {"plugins": [str(tmp_path / "bad.py")], "loss": "bad_third"}
+    options = {"loop": {"steps": 6, "max_staleness": 1}, "trainer": {"world_size": 2}}
+
+    class StopsAfterTwo(RunWriter):
         def record(self, fields):
             line = super().record(fields)
-            if line["step"] == 2:
+            if line["step"] == 1:
                 loop.request_stop()
             return line
 
-    loop = Loop(config, tiny_checkpoint, StopsAfterThree(tmp_path, 1, 6))
+    def saved_steps() -> list[int]:
+        markers = tmp_path.glob(f"checkpoints/step-*/{MARKER}")
+        return sorted(json.loads(marker.read_text())["step"] for marker in markers)
+
+    loop = Loop(run_config(**options), tiny_checkpoint, StopsAfterTwo(tmp_path, 1, 6))
     assert asyncio.run(loop.run()) is False
-    (saved,) = tmp_path.glob("checkpoints/step-*")
-    assert json.loads((saved / MARKER).read_text())["step"] == 3
-    again = Loop(config, tiny_checkpoint, RunWriter(tmp_path, 2, 6))
+    assert saved_steps() == [2]
+    # Nothing was told to be saved here: what the third step of this attempt was to go on from is.
+    diverging = Loop(
+        run_config(**options, algorithm=bad), tiny_checkpoint, RunWriter(tmp_path, 2, 6)
+    )
+    with pytest.raises(Diverged, match="^step 5: loss nan, .* good checkpoint: .*step-00000004$"):
+        asyncio.run(diverging.run())
+    assert saved_steps() == [2, 4]
+    export(tmp_path / "checkpoints" / "step-00000004", tmp_path / "out")
+    assert content_hash(tmp_path / "out") != content_hash(tiny_checkpoint)
+    load_policy(tmp_path / "out")
+    again = Loop(run_config(**options), tiny_checkpoint, RunWriter(tmp_path, 3, 6))
     assert asyncio.run(again.run()) is True
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["attempt"]) for line in lines] == [
-        *((step, 1) for step in range(4)),
-        *((step, 2) for step in range(4, 7)),
+        *((step, 1) for step in range(3)),
+        *((step, 2) for step in range(3, 5)),
+        *((step, 3) for step in range(5, 7)),
     ]
     last = lines[-1]
     assert last["groups_trained"] == 6 * 4
     assert last["tokens_trained"] == 6 * 4 * 4 * 48
     assert last["optimizer_steps"] == last["policy_version"] == 6
+    assert sum(line.get("rollouts", 0) for line in lines[1:]) >= 6 * 4 * 4
     assert max(line["lag_max"] for line in lines[1:]) <= 1
     assert max(line["mismatch_max"] for line in lines) <= 1e-3
 

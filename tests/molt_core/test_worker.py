@@ -19,10 +19,11 @@ from molt_core.algo.aggregation import WeightedRollout, weighted_rollouts
 from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig
 from molt_core.train.critic import CriticGroup
+from molt_core.train.fsdp2 import FSDP2Model
 from molt_core.train.objective import row_logprobs
 from molt_core.train.split import shares
 from molt_core.train.worker import StepResult, TrainerGroup, TrainerRank
-from molt_core.types import Batch, Group, Rollout
+from molt_core.types import Batch, ContractError, Group, NotFinite, Rollout
 from tests.harness.trainer_cases import (
     free_port,
     given_out,
@@ -306,6 +307,44 @@ def test_a_critic_that_diverges_stops_the_policy_before_its_step(
     sound = group_step(0.0)
     assert sound.stepped and not equal(weights(rank), before)
     assert sound.critic.sums["value_loss"] > 0 and sound.critic_s > 0
+
+
+@torch.no_grad()
+def scale_last_norm(model: FSDP2Model, value: float) -> None:
+    """Write ``value`` into the norm before the output layer, as a bad step would."""
+    (norm,) = (w for name, w in model._local.items() if name.endswith("language_model.norm.weight"))
+    norm.fill_(value)
+    model.root.reshard()  # a forward pass may have left it gathered
+
+
+def test_a_policy_and_a_critic_whose_weights_are_spoilt_give_no_numbers(
+    start, tiny_checkpoint, monkeypatch
+):
+    monkeypatch.setattr(ray, "put", lambda share: share)
+    rank = start({"lr": 0.01}, advantage="gae")
+    group = TrainerGroup([Local(rank)], [(0, 1)], rank.config)
+    group.critic = CriticGroup(group.ranks, group.data_places, rank.config)
+    found = batch(tiny_checkpoint)
+    assert asyncio.run(group.gives_numbers(found))
+    for model in (rank.critic, rank.backend):
+        scale_last_norm(model, math.inf)
+        assert not asyncio.run(group.gives_numbers(found))
+        scale_last_norm(model, 1.0)
+    assert asyncio.run(group.gives_numbers(found))
+
+
+def test_a_reference_that_gives_no_numbers_is_named_and_is_no_divergence(
+    start, tiny_checkpoint, monkeypatch
+):
+    monkeypatch.setattr(ray, "put", lambda share: share)
+    rank = start(kl={"coef": 0.1})
+    group = TrainerGroup([Local(rank)], [(0, 1)], rank.config)
+    rows = [segment for g in batch(tiny_checkpoint).groups for segment in g.segments]
+    assert asyncio.run(group.frozen_logprobs(rows)).keys() == {"reference"}
+    scale_last_norm(rank.frozen["reference"], math.nan)
+    with pytest.raises(ContractError, match="^the reference gives a sampled token") as raised:
+        asyncio.run(group.frozen_logprobs(rows))
+    assert not isinstance(raised.value, NotFinite)
 
 
 def test_of_several_ranks_sums_add_up_and_the_slowest_and_largest_count():
