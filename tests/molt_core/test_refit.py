@@ -67,7 +67,7 @@ async def _play(checkpoint: Path, other: Path, spoilt: Path, prompt: list[int]) 
 
         weights = [
             weight(name, parameter.detach())
-            for name, parameter in sorted(load_policy(folder).named_parameters())
+            for name, parameter in loaded[folder]
             if not name.endswith(frozen)
         ][left_out:]
         names = {n for n in refit.checkpoint_names(folder) if not n.endswith(frozen)}
@@ -82,6 +82,8 @@ async def _play(checkpoint: Path, other: Path, spoilt: Path, prompt: list[int]) 
         return Sample(out.token_ids, out.logprobs, out.versions)
 
     cut: set[str] = set()
+    # Before the requests, which would come to their end meanwhile.
+    loaded = {f: sorted(load_policy(f).named_parameters()) for f in (other, spoilt)}
     long = [asyncio.create_task(sample(LONG, seed)) for seed in range(REQUESTS)]
     await sample(SHORT, 99)  # the long ones are about as far now
     await refit_to(other, 1)

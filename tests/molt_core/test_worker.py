@@ -381,10 +381,15 @@ def test_a_policy_on_hold_is_measured_and_not_stepped(start, tiny_checkpoint):
     assert step(rank, rollouts).stepped
 
 
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory) -> str:
+    """The documented one, in one file: a name belongs to the file that registered it."""
+    return write(tmp_path_factory.mktemp("plugin") / "mine.py", python_blocks()[0])
+
+
 def test_an_estimator_and_a_loss_from_one_outside_file_train_a_policy(
-    start, tiny_checkpoint, tmp_path
+    start, tiny_checkpoint, plugin
 ):
-    plugin = write(tmp_path / "mine.py", python_blocks()[0])
     rank = start(plugins=[plugin], advantage="median_baseline", loss="half_down", correction="off")
     found = batch(tiny_checkpoint)
     rollouts = rollouts_of(rank, found)
@@ -399,9 +404,8 @@ def test_an_estimator_and_a_loss_from_one_outside_file_train_a_policy(
     assert float((moved * np.concatenate([r.advantages for r in rollouts])).sum()) > 0.1
 
 
-def test_the_documented_test_of_the_documented_estimator_passes(tmp_path):
-    plugin, test = python_blocks()
-    load_plugins([write(tmp_path / "mine.py", plugin)])
-    runpy.run_path(write(tmp_path / "test_mine.py", test))[
+def test_the_documented_test_of_the_documented_estimator_passes(plugin, tmp_path):
+    load_plugins([plugin])
+    runpy.run_path(write(tmp_path / "test_mine.py", python_blocks()[1]))[
         "test_the_baseline_is_the_group_s_median"
     ]()
