@@ -55,7 +55,6 @@ def lockstep_config():
             "groups_per_step": 4,
             "samples_per_prompt": 4,
             "sampling": {"max_new_tokens": 16},
-            "drop_zero_variance": True,
         },
         loop={"steps": STEPS, "schedule": "lockstep", "max_staleness": 1},
         algorithm={
