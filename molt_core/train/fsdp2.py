@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from molt_core.config import ModelConfig, OptimizerConfig, TrainerConfig
@@ -77,8 +77,8 @@ class FSDP2Model:
         self._checkpoint_group = dist.new_group(backend="gloo")
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         self.root = head
-        layers = layers_of(policy)
-        for unit in (*filter(_is_large, layers), head):
+        units = (*filter(_is_large, layers_of(policy)), head)
+        for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=precision)
             if self.data_size > 1:  # to divide by 1 is a pass over all gradients
                 unit.set_gradient_divide_factor(1.0)
@@ -89,6 +89,9 @@ class FSDP2Model:
         self.clip_norm = optimizer.clip_norm
         # The memory of this rank's shards: clipping and AdamW need no DTensor, which costs more than they do on small tensors.
         self._local = {n: nn.Parameter(p.to_local()) for n, p in self._sharded.items()}
+        self._whole = self.data_size == 1 and self.dtype == torch.float32
+        if self._whole:
+            self._compute_with_shards(units)
         parameters = [self._local[n] for n, p in self._sharded.items() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [
@@ -105,18 +108,33 @@ class FSDP2Model:
         )
         self._optimizer_config, self._total_steps, self._steps = optimizer, total_steps, 0
 
+    def _compute_with_shards(self, units: Sequence[FSDPModule]) -> None:
+        """One rank's shards are whole, and of the precision it computes in: a step copies no weight and no gradient.
+
+        What FSDP2 gathers is gathered once, here, and becomes another name of the shards' memory; there gradients stay.
+        """
+        for unit in units:
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
+            unit.set_requires_gradient_sync(False, recurse=False)
+        for name, gathered in self.root.named_parameters():
+            gathered.untyped_storage().resize_(0)  # the copy
+            gathered.data = self._local[name.removeprefix(PREFIX)].data
+            self._local[name.removeprefix(PREFIX)] = gathered
+
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()  # reduced at once: unsharded gradients of the whole model would not fit a large one
 
     @torch.no_grad()
     def optimizer_step(self, apply: bool = True) -> float:
         for name, parameter in self._sharded.items():
-            gradient = parameter.grad
-            self._local[name].grad = None if gradient is None else gradient.to_local()
-            parameter.grad = None
+            if parameter.grad is not None:  # else it has none, or it is where it is stepped
+                self._local[name].grad, parameter.grad = parameter.grad.to_local(), None
         gradients = [p.grad for p in self._local.values() if p.grad is not None]
         squared = nn.utils.get_total_norm(gradients).double().square()
-        dist.all_reduce(squared)
+        if not self._whole:
+            dist.all_reduce(squared)
         norm = float(squared.sqrt())
         if apply and can_step(norm):
             nn.utils.clip_grads_with_norm_(self._local.values(), self.clip_norm, squared.sqrt())
@@ -144,7 +162,8 @@ class FSDP2Model:
         return save_state(self._state(), self._steps, folder, self._checkpoint_group)
 
     def load(self, folder: Path) -> None:
-        self.root.reshard()  # what a forward pass left gathered is of the weights before
+        if not self._whole:
+            self.root.reshard()  # what a forward pass left gathered is of the weights before
         self._steps = load_state(self._state(), folder, self._checkpoint_group)
         for moments in self.optimizer.state.values():
             moments["step"].fill_(self._steps)

@@ -86,6 +86,15 @@ def test_a_step_on_nothing_on_no_number_or_withheld_leaves_no_trace(checkpoint, 
     assert largest_difference(weights, oracle[1]) < 5e-6
 
 
+def test_one_rank_in_float32_computes_with_the_memory_that_it_steps(checkpoint):
+    backend = build(checkpoint)
+    share = micro_batches(checkpoint, backend, 3)
+    backend_training(backend, share, denominator(checkpoint))
+    stepped = {p.data_ptr() for group in backend.optimizer.param_groups for p in group["params"]}
+    backend_logprobs(backend, collate(share[0][0]))
+    assert {parameter.data_ptr() for parameter in backend.root.parameters()} == stepped
+
+
 def test_activation_checkpointing_keeps_less_and_changes_no_step(checkpoint, oracle):
     batch = collate(trajectories(checkpoint, IMAGES))
     backend = build(checkpoint, activation_checkpointing=True)
