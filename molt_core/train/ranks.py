@@ -167,16 +167,18 @@ class RankGroup:
         by_share = dict(zip(self.data_ranks, results))
         return [by_share[d] for d in range(self.data_size)]
 
-    async def on_rows(self, method: str, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    async def on_rows(
+        self, method: str, rows: Sequence[Trajectory], *arguments: Any
+    ) -> dict[str, np.ndarray]:
         """What ``method`` finds for the rows' sampled tokens: by name ``[N]``, in the order of ``rows``.
 
-        method: from micro-batches of rows to, by name, one array a row.
+        method: from micro-batches of rows, and ``arguments``, to, by name, one array a row.
         """
         split = split_rows(rows, self.data_size, self.config.trainer)
         filled = [
             [[rows[i] for i in part] or [filler_row(rows[0])] for part in share] for share in split
         ]
-        by_share = self.of_shares(await self.on_shares(method, filled))
+        by_share = self.of_shares(await self.on_shares(method, filled, *arguments))
         flat: dict[str, np.ndarray] = {}
         for name in by_share[0]:
             of_row: dict[int, np.ndarray] = {}

@@ -117,17 +117,11 @@ class TrainerRank(CriticRank):
         config = self.config
         steps = config.loop.steps - config.steps_without_policy
         self.backend = self.stepped[""] = self._backend(self.checkpoint, config.model, steps)
+        excluded = torch.tensor(excluded_token_ids(self.checkpoint), dtype=torch.long)
         self.distribution = ActionDistribution(
-            self.config.rollout.sampling.temperature,
-            torch.tensor(
-                excluded_token_ids(self.checkpoint),
-                dtype=torch.long,
-                device=self.config.trainer.device,
-            ),
+            config.rollout.sampling.temperature, excluded.to(config.trainer.device)
         )
         self.frozen = {name: self._frozen(name) for name in self.config.algorithm.frozen_policies}
-        own = {"policy": self.backend} if self.config.algorithm.needs_policy_logprobs else {}
-        self.scored = {**self.frozen, **own}
         if self.config.critic is not None and self.config.critic.placement == "colocated":
             super().load_models()
 
@@ -188,28 +182,18 @@ class TrainerRank(CriticRank):
             memory_peak_bytes(self.config.trainer.device),
         )
 
-    def frozen_logprobs(
-        self, micro_batches: Sequence[Sequence[Trajectory]]
+    def logprobs(
+        self, micro_batches: Sequence[Sequence[Trajectory]], names: Sequence[str]
     ) -> dict[str, list[np.ndarray]]:
-        """By policy, of every row of the micro-batches in order: its sampled tokens' log-probabilities before the step."""
-        return self._logprobs(self.scored, micro_batches)
-
-    def policy_logprobs(
-        self, micro_batches: Sequence[Sequence[Trajectory]]
-    ) -> dict[str, list[np.ndarray]]:
-        """The same by the policy alone, whatever the algorithm needs."""
-        return self._logprobs({"policy": self.backend}, micro_batches)
-
-    def _logprobs(
-        self, policies: Mapping[str, TrainBackend], micro_batches: Sequence[Sequence[Trajectory]]
-    ) -> dict[str, list[np.ndarray]]:
+        """By each of the policies ``names``, of every row of the micro-batches in order: those of its sampled tokens."""
+        policies = {"policy": self.backend, **self.frozen}
         return {
             name: [
                 values
                 for rows in micro_batches
-                for values in row_logprobs(policy, rows, self.distribution)
+                for values in row_logprobs(policies[name], rows, self.distribution)
             ]
-            for name, policy in policies.items()
+            for name in names
         }
 
     def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
@@ -345,10 +329,12 @@ class TrainerGroup(RankGroup):
         "policy" those of the one that is stepped, before its step, where ``algorithm.needs_policy_logprobs``. Raises
         ContractError where one that is never stepped gives no number.
         """
-        if not self.config.algorithm.frozen_policies:
+        names = self.config.algorithm.frozen_policies
+        if not names:
             return {}
-        found = await self.on_rows("frozen_logprobs", rows)
-        for name in self.config.algorithm.frozen_policies:
+        own = ("policy",) if self.config.algorithm.needs_policy_logprobs else ()
+        found = await self.on_rows("logprobs", rows, names + own)
+        for name in names:
             if not np.isfinite(found[name]).all():
                 raise ContractError(
                     f"the {name} gives a sampled token a log-probability that is no number: see its weights and model.dtype"
@@ -367,7 +353,8 @@ class TrainerGroup(RankGroup):
     async def gives_numbers(self, batch: Batch) -> bool:
         """Whether policy and critic, as they are, have a finite number for every sampled token."""
         rows = [segment for group in batch.groups for segment in group.segments]
-        found = [*(await self.on_rows("policy_logprobs", rows)).values(), await self.values(rows)]
+        policy = await self.on_rows("logprobs", rows, ("policy",))
+        found = [policy["policy"], await self.values(rows)]
         return all(np.isfinite(numbers).all() for numbers in found if numbers is not None)
 
     async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:

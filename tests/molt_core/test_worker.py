@@ -93,7 +93,9 @@ def on_policy(rank: TrainerRank, batch: Batch) -> Batch:
 
 def frozen(rank: TrainerRank, batch: Batch) -> dict[str, np.ndarray]:
     rows = [segment for group in batch.groups for segment in group.segments]
-    return {k: np.concatenate(v) for k, v in rank.frozen_logprobs([rows[:2], rows[2:]]).items()}
+    algorithm = rank.config.algorithm
+    names = (*algorithm.frozen_policies, *["policy"] * algorithm.needs_policy_logprobs)
+    return {k: np.concatenate(v) for k, v in rank.logprobs([rows[:2], rows[2:]], names).items()}
 
 
 def rollouts_of(rank: TrainerRank, batch: Batch) -> list[WeightedRollout]:
