@@ -7,10 +7,9 @@ What a row of a file may hold is said in ``rows.py``; keys besides its own reach
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,12 @@ class PromptSource:
         length: int,
         shuffle_seed: int | None,
         row_id: Callable[[int], str] | None = None,
-        digest: Callable[[int], bytes] | None = None,
     ) -> None:
-        """row_id and digest: of the row of a number, where they can be had without making its item."""
+        """row_id: of the row of a number, where it can be had without making its item."""
         if length < 1:
             raise DataError("a prompt source needs at least one row")
         self._row, self._length, self._shuffle_seed = row, length, shuffle_seed
         self._row_id = row_id or (lambda number: row(number).prompt_id)
-        self._digest = digest or (lambda number: row(number).digest())
         self._order = lru_cache(2)(self._permutation)
 
     def __len__(self) -> int:
@@ -55,18 +52,6 @@ class PromptSource:
     def prompt_id(self, index: int) -> str:
         """``item(index).prompt_id``, without its pictures."""
         return self._row_id(self._number(index))
-
-    @cached_property
-    def content_hash(self) -> str:
-        """sha256 over all rows, pictures included, whatever their order of dispatch.
-
-        Reads everything once, several rows at a time; raises DataError for the first picture that cannot be decoded.
-        """
-        digest = hashlib.sha256()
-        with ThreadPoolExecutor() as threads:
-            for of_row in threads.map(self._digest, range(self._length)):
-                digest.update(of_row)
-        return digest.hexdigest()
 
     def _number(self, index: int) -> int:
         """Of the row that is dispatched at place ``index``."""
@@ -97,26 +82,32 @@ def prompt_source(task: TaskConfig, split: Split, seed: int) -> PromptSource:
             seed,
             lambda number: shapes.train_id(seed, number),
         )
-    if task.variant:
-        raise DataError(
-            f"task.variant holds parameters of built-in tasks, and {task.source} is none; remove {sorted(task.variant)}"
-        )
-    rows = read_split(Path(task.source), split, task.eval_items)
+    rows = _rows(task, split)
     return PromptSource(
         lambda number: _item(rows[number]),
         len(rows),
         seed if train else None,
         lambda number: rows[number].row_id,
-        lambda number: rows[number].digest(),
     )
+
+
+def _rows(task: TaskConfig, split: Split) -> list[Row]:
+    if task.variant:
+        raise DataError(
+            f"task.variant holds parameters of built-in tasks, and {task.source} is none; remove {sorted(task.variant)}"
+        )
+    return read_split(Path(task.source), split, task.eval_items)
 
 
 def check_prompts(task: TaskConfig) -> None:
     """Read all that ``task`` names, pictures too, before a run starts. Raises as ``prompt_source`` does."""
-    for split in ("train", "eval"):
-        source = prompt_source(task, split, 0)
-        if task.source != shapes.NAME:
-            _ = source.content_hash
+    if task.source == shapes.NAME:
+        shapes.ShapesVariant.from_config(task.variant)
+        return
+    with ThreadPoolExecutor() as threads:
+        for split in ("train", "eval"):
+            for _ in threads.map(Row.check_images, _rows(task, split)):
+                pass
 
 
 def check_images_are_read(config: RunConfig, policy: Path) -> None:

@@ -2,7 +2,7 @@
 
 A row has ``prompt`` (text, or chat messages), ``answer``, and, where it likes, ``id`` and ``images``: paths relative to the
 file, encoded bytes, or ``{"bytes": ..., "path": ...}`` as datasets writes them. Pictures are read when they are asked for, and
-once before a run starts, by ``Row.digest``.
+once before a run starts (``data.check_prompts``).
 """
 
 from __future__ import annotations
@@ -48,14 +48,10 @@ class Row:
             np.asarray(self._decoded(name, encoded)) for name, encoded in self._encoded_images()
         )
 
-    def digest(self) -> bytes:
-        """sha256 over the values, pictures included. Raises DataError also where one of them cannot be decoded."""
-        plain = {key: value for key, value in self.values.items() if key != "images"}
-        digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode())
+    def check_images(self) -> None:
+        """Raises DataError where a picture is not there or cannot be decoded."""
         for name, encoded in self._encoded_images():
             self._decoded(name, encoded, coarse=True)
-            digest.update(hashlib.sha256(encoded).digest())
-        return digest.digest()
 
     def _decoded(self, name: str, encoded: bytes, coarse: bool = False) -> Image.Image:
         """coarse: of a JPEG every eighth pixel, which reads all of the file in a fraction of the time."""

@@ -9,7 +9,6 @@ losses, books) reads these arrays; nothing re-tokenises.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,15 +44,6 @@ class Item:
     images: tuple[np.ndarray, ...] = ()
     answer: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
-
-    def digest(self) -> bytes:
-        """sha256 over everything in it."""
-        digest = hashlib.sha256(
-            repr((self.prompt_id, self.messages, self.answer, self.info)).encode()
-        )
-        for image in self.images:
-            digest.update(str(image.shape).encode() + image.tobytes())
-        return digest.digest()
 
 
 @dataclass(frozen=True, eq=False)

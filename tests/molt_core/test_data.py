@@ -139,16 +139,6 @@ def test_what_datasets_keeps_beside_its_data_is_no_data(tmp_path):
         _source(tmp_path, eval_items=1)
 
 
-def test_content_hash_follows_the_content(tmp_path):
-    (tmp_path / "picture.png").write_bytes(_png())
-    rows = [{**row, "images": ["picture.png"]} for row in _rows(5)]
-    file = _write_jsonl(tmp_path / "rows.jsonl", rows)
-    before = _source(file).content_hash
-    assert _source(file, seed=7).content_hash == before
-    (tmp_path / "picture.png").write_bytes(_png() + b"\0")
-    assert _source(file).content_hash != before
-
-
 def _chat(content):
     return json.dumps({"prompt": [{"role": "user", "content": content}], "answer": "y"})
 
