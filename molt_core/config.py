@@ -304,32 +304,25 @@ class RunConfig(Strict):
         return self.trainer_processes + self.engine.count * self.engine.tensor_parallel
 
 
+class _KeysOnce(yaml.SafeLoader):
+    """YAML keeps the last of a key's values, and says nothing of the others: here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(
+                    f"line {line}: {name} is given twice, first in line {lines[name]}; keep one"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
 def load_run_config(path: str | Path) -> RunConfig:
     """Read a resolved run configuration. Raises ValueError, pydantic's own where a key is at fault."""
-    loader = yaml.SafeLoader(Path(path).read_text())
     try:
-        root = loader.get_single_node()
-        _check_keys_are_given_once(root)
-        data = None if root is None else loader.construct_document(root)
+        data = yaml.load(Path(path).read_text(), _KeysOnce)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not YAML: {error}") from error
-    finally:
-        loader.dispose()
     return RunConfig.model_validate(data)
-
-
-def _check_keys_are_given_once(node: yaml.Node | None) -> None:
-    """YAML keeps the last of a key's values, and says nothing of the others."""
-    children = node.value if isinstance(node, yaml.SequenceNode) else []
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for name, value in node.value:
-            key, line = str(name.value), name.start_mark.line + 1
-            if key in lines:
-                raise ValueError(
-                    f"line {line}: {key} is given twice, first in line {lines[key]}; keep one"
-                )
-            lines[key] = line
-            children = [*children, value]
-    for child in children:
-        _check_keys_are_given_once(child)

@@ -281,12 +281,12 @@ class Loop:
         A critic steps first: where the policy's numbers are the bad ones, it has stepped on that batch.
         """
         rows = [segment for group in batch.groups for segment in group.segments]
-        frozen = await self.trainer.frozen_logprobs(rows)
+        logprobs = await self.trainer.logprobs(rows)
         values = await self.trainer.values(rows)
-        scored = frozen if values is None else {**frozen, "critic": values}
+        scored = logprobs if values is None else {**logprobs, "critic": values}
         largest = {f"largest number of the {name}": np.abs(x).max() for name, x in scored.items()}
         check_finite(step, largest, batch=batch, **scored)
-        rollouts = weighted_rollouts(batch, self.algorithm, frozen, values)
+        rollouts = weighted_rollouts(batch, self.algorithm, logprobs, values)
         hold = step <= self.config.steps_without_policy
         result = await self.trainer.step(rollouts, self.algorithm, hold)
         found = {"batch": batch, "rollouts": rollouts}

@@ -23,7 +23,7 @@ class RolloutTokens:
     """R rollouts with N sampled tokens. reward ``[R]`` float64, group ``[R]`` int64, rollout ``[N]`` int64 ascending,
     behaviour_logprobs ``[N]`` float32; of a reference policy, a teacher and a critic, each ``[N]`` float32 or None without one:
     reference_logprobs, teacher_logprobs, values (the return that the critic expects before the token); policy_logprobs ``[N]``
-    of the policy that is about to be stepped, None unless ``AlgorithmConfig.needs_policy_logprobs``."""
+    of the policy that is about to be stepped, None unless it is one of ``AlgorithmConfig.scored_policies``."""
 
     reward: torch.Tensor
     group: torch.Tensor
@@ -204,14 +204,14 @@ def discounted_returns(rewards: torch.Tensor, rollout: torch.Tensor, gamma: floa
 
 def rollout_tokens(
     batch: Batch,
-    frozen: Mapping[str, np.ndarray] | None = None,
+    logprobs: Mapping[str, np.ndarray] | None = None,
     values: np.ndarray | None = None,
 ) -> RolloutTokens:
     """The batch, flat: groups, rollouts and segments in their order.
 
-    frozen: ``[N]`` of "reference", "teacher" and "policy" each; values: ``[N]`` of a critic.
+    logprobs: ``[N]`` of "reference", "teacher" and "policy" each; values: ``[N]`` of a critic.
     """
-    logprobs = {f"{name}_logprobs": torch.from_numpy(v) for name, v in (frozen or {}).items()}
+    by_name = {f"{name}_logprobs": torch.from_numpy(v) for name, v in (logprobs or {}).items()}
     rollouts = batch.rollouts
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     sampled = np.concatenate([segment.action_mask for segment in segments])
@@ -221,7 +221,7 @@ def rollout_tokens(
         group=_labels([len(group.rollouts) for group in batch.groups]),
         rollout=_labels([rollout.action_tokens for rollout in rollouts]),
         behaviour_logprobs=torch.from_numpy(behaviour),
-        **logprobs,
+        **by_name,
         values=None if values is None else torch.from_numpy(values),
     )
 

@@ -92,16 +92,15 @@ AGGREGATIONS: dict[str, Callable[[RolloutTokens, AlgorithmConfig], torch.Tensor]
 def weighted_rollouts(
     batch: Batch,
     config: AlgorithmConfig,
-    frozen: Mapping[str, np.ndarray] | None = None,
+    logprobs: Mapping[str, np.ndarray] | None = None,
     values: np.ndarray | None = None,
 ) -> list[WeightedRollout]:
     """The rollouts of ``batch`` that have segments, in order.
 
-    Of the batch's sampled tokens, ``[N]``: frozen, log-probabilities by each of ``config.frozen_policies`` and, where
-    ``config.needs_policy_logprobs``, by "policy"; values, a critic's. Raises ValueError where the estimator's result is not
-    one finite number a token.
+    Of the batch's sampled tokens, ``[N]``: logprobs, by each of ``config.scored_policies``; values, a critic's. Raises
+    ValueError where the estimator's result is not one finite number a token.
     """
-    tokens = rollout_tokens(batch, frozen, values)
+    tokens = rollout_tokens(batch, logprobs, values)
     columns = (
         advantages(tokens, config),
         AGGREGATIONS[config.aggregation](tokens, config),

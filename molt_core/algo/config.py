@@ -260,9 +260,10 @@ class AlgorithmConfig(Strict):
         return reference + (("teacher",) if self.teacher is not None else ())
 
     @property
-    def needs_policy_logprobs(self) -> bool:
-        """Whether a token's reward is made of the stepped policy's own log-probability, which is due before the step."""
-        return self.teacher is not None or (self.kl.coef > 0 and self.kl.place == "reward")
+    def scored_policies(self) -> tuple[str, ...]:
+        """Those and, where a token's reward is made of its own log-probability, the stepped policy, due before the step."""
+        needs_own = self.teacher is not None or (self.kl.coef > 0 and self.kl.place == "reward")
+        return (*self.frozen_policies, *(("policy",) if needs_own else ()))
 
     @model_validator(mode="after")
     def _the_policies_it_needs(self) -> AlgorithmConfig:

@@ -13,7 +13,7 @@ All take log-probabilities ``[N]`` of tokens sampled from the policy ``logprobs`
 A reward is not differentiated; k2 and k3 lack the gradient of their own dependence on the policy there. Under lag k1 as a
 reward is exact with the log-probability of the policy that is stepped, and with the full importance weight: the weight makes
 the sampler's expectation the policy's, and does not turn ``log mu - log base`` into ``log pi - log base``. So the policy is
-scored before its step (``AlgorithmConfig.needs_policy_logprobs``); a truncated weight biases this term as it does any other.
+scored before its step (``AlgorithmConfig.scored_policies``); a truncated weight biases this term as it does any other.
 The loss against a
 *reference* policy is multiplied by the importance correction, as the expectation is over the policy and not over the sampler.
 

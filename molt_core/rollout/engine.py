@@ -194,27 +194,17 @@ class Engine:
         prompt_ids: Sequence[int],
         images: Sequence[ImageInput],
         *,
-        temperature: float,
-        max_new_tokens: int,
-        seed: int,
-        stop_at_eos: bool = True,
         purpose: str = "train",
+        **sampling: Any,
     ) -> Sampled:
         """Sample one continuation. ``prompt_ids`` has one placeholder an image (the engine expands it).
 
-        The new tokens are counted in ``tokens[purpose]`` as vLLM returned them, before anything else looks at them.
+        sampling: temperature, max_new_tokens, seed, and stop_at_eos, which is true where not given. The new tokens are counted
+        in ``tokens[purpose]`` as vLLM returned them, before anything else looks at them.
 
         Raises ContractError where the engine leaves out a log-probability or a version, NotFinite where one is no number.
         """
-        submitted = await self._submit(
-            prompt_ids,
-            images,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            stop_at_eos=stop_at_eos,
-        )
-        return await self._answer(submitted, purpose)
+        return await self._answer(await self._submit(prompt_ids, images, **sampling), purpose)
 
     async def generate_together(
         self, calls: Sequence[tuple[tuple, Mapping[str, Any]]]
@@ -241,7 +231,7 @@ class Engine:
         temperature: float,
         max_new_tokens: int,
         seed: int,
-        stop_at_eos: bool,
+        stop_at_eos: bool = True,
     ) -> Any:
         """Put a request into vLLM's queue; returns where its answer will come from."""
         from vllm import SamplingParams

@@ -172,7 +172,7 @@ class RankGroup:
     ) -> dict[str, np.ndarray]:
         """What ``method`` finds for the rows' sampled tokens: by name ``[N]``, in the order of ``rows``.
 
-        method: from micro-batches of rows, and ``arguments``, to, by name, one array a row.
+        method: from micro-batches of rows, and ``arguments``, to one array a row by name.
         """
         split = split_rows(rows, self.data_size, self.config.trainer)
         filled = [

@@ -35,7 +35,7 @@ from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, row_logprobs, score
 from molt_core.train.ranks import RankGroup, added, everywhere, memory_peak_bytes
 from molt_core.train.routing import check_recorded
-from molt_core.train.split import filler_row, shares, split_units
+from molt_core.train.split import shares
 from molt_core.train.weights import whole_weights
 from molt_core.types import Batch, ContractError, Trajectory
 
@@ -117,12 +117,14 @@ class TrainerRank(CriticRank):
         config = self.config
         steps = config.loop.steps - config.steps_without_policy
         self.backend = self.stepped[""] = self._backend(self.checkpoint, config.model, steps)
-        excluded = torch.tensor(excluded_token_ids(self.checkpoint), dtype=torch.long)
+        excluded, device = excluded_token_ids(self.checkpoint), config.trainer.device
         self.distribution = ActionDistribution(
-            config.rollout.sampling.temperature, excluded.to(config.trainer.device)
+            config.rollout.sampling.temperature,
+            torch.tensor(excluded, dtype=torch.long, device=device),
         )
-        self.frozen = {name: self._frozen(name) for name in self.config.algorithm.frozen_policies}
-        if self.config.critic is not None and self.config.critic.placement == "colocated":
+        frozen = {name: self._frozen(name) for name in config.algorithm.frozen_policies}
+        self.policies = {"policy": self.backend, **frozen}
+        if config.critic is not None and config.critic.placement == "colocated":
             super().load_models()
 
     def _backend(self, checkpoint: Path, model: ModelConfig, steps: int) -> TrainBackend:
@@ -183,28 +185,35 @@ class TrainerRank(CriticRank):
         )
 
     def logprobs(
-        self, micro_batches: Sequence[Sequence[Trajectory]], names: Sequence[str]
+        self, micro_batches: Sequence[Sequence[Trajectory]], policies: Sequence[str]
     ) -> dict[str, list[np.ndarray]]:
-        """By each of the policies ``names``, of every row of the micro-batches in order: those of its sampled tokens."""
-        policies = {"policy": self.backend, **self.frozen}
+        """By policy, of every row of the micro-batches in order: its sampled tokens' log-probabilities."""
         return {
             name: [
                 values
                 for rows in micro_batches
-                for values in row_logprobs(policies[name], rows, self.distribution)
+                for values in row_logprobs(self.policies[name], rows, self.distribution)
             ]
-            for name in names
+            for name in policies
         }
 
-    def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
-        batch, logprobs, tied = score(
-            self.backend,
-            rows,
-            distribution=self.distribution,
-            tie_gap=self.config.probe.tie_gap,
-        )
-        differences = (logprobs - batch.behaviour_logprobs).abs().cpu().numpy()
-        return ProbeResult.of(differences, tied.cpu().numpy(), self.config.probe.doubt_above)
+    def score(self, micro_batches: Sequence[Sequence[Trajectory]]) -> dict[str, list[np.ndarray]]:
+        """Of every row of the micro-batches in order: |trainer - engine| log-probability of its sampled tokens under
+        "differences", and under "tied" whether a router before them was undecided (``objective.score``).
+        """
+        found: dict[str, list[np.ndarray]] = {"differences": [], "tied": []}
+        for rows in micro_batches:
+            batch, logprobs, tied = score(
+                self.backend,
+                rows,
+                distribution=self.distribution,
+                tie_gap=self.config.probe.tie_gap,
+            )
+            differences = (logprobs - batch.behaviour_logprobs).abs()
+            ends = np.cumsum([row.action_tokens for row in rows])[:-1]
+            for name, values in (("differences", differences), ("tied", tied)):
+                found[name] += np.split(values.cpu().numpy(), ends)
+        return found
 
     def begin_save(self, folder: Path) -> None:
         streams = {"cpu": torch.get_rng_state()}
@@ -324,17 +333,16 @@ class TrainerGroup(RankGroup):
             max(r.memory_peak_bytes for r in results),
         )
 
-    async def frozen_logprobs(self, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-        """Log-probabilities ``[N]`` of the rows' sampled tokens, in order, by each of ``algorithm.frozen_policies``; and by
-        "policy" those of the one that is stepped, before its step, where ``algorithm.needs_policy_logprobs``. Raises
-        ContractError where one that is never stepped gives no number.
+    async def logprobs(self, rows: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+        """Log-probabilities ``[N]`` of the rows' sampled tokens, in order, by each of ``algorithm.scored_policies``.
+
+        Raises ContractError where one that is never stepped gives no number.
         """
-        names = self.config.algorithm.frozen_policies
-        if not names:
+        algorithm = self.config.algorithm
+        if not algorithm.scored_policies:
             return {}
-        own = ("policy",) if self.config.algorithm.needs_policy_logprobs else ()
-        found = await self.on_rows("logprobs", rows, names + own)
-        for name in names:
+        found = await self.on_rows("logprobs", rows, algorithm.scored_policies)
+        for name in algorithm.frozen_policies:
             if not np.isfinite(found[name]).all():
                 raise ContractError(
                     f"the {name} gives a sampled token a log-probability that is no number: see its weights and model.dtype"
@@ -353,15 +361,13 @@ class TrainerGroup(RankGroup):
     async def gives_numbers(self, batch: Batch) -> bool:
         """Whether policy and critic, as they are, have a finite number for every sampled token."""
         rows = [segment for group in batch.groups for segment in group.segments]
-        policy = await self.on_rows("logprobs", rows, ("policy",))
-        found = [policy["policy"], await self.values(rows)]
+        by_policy = await self.on_rows("logprobs", rows, ("policy",))
+        found = [by_policy["policy"], await self.values(rows)]
         return all(np.isfinite(numbers).all() for numbers in found if numbers is not None)
 
     async def score(self, rows: Sequence[Trajectory]) -> ProbeResult:
-        lengths = [len(row.token_ids) for row in rows]
-        split = split_units(lengths, self.data_size, max_rows=len(rows))
-        filled = [[rows[i] for i in share[0]] or [filler_row(rows[0])] for share in split]
-        return ProbeResult.joined(self.of_shares(await self.on_shares("score", filled)))
+        found = await self.on_rows("score", rows)
+        return ProbeResult.of(**found, doubt_above=self.config.probe.doubt_above)
 
     async def begin_save(self, folder: Path) -> None:
         await everywhere(self.processes, "begin_save", folder)

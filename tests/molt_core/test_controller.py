@@ -36,7 +36,7 @@ class Trainer:
     def __init__(self) -> None:
         self.coefficients, self.rewards = [], []
 
-    async def frozen_logprobs(self, rows):
+    async def logprobs(self, rows):
         self.tokens = sum(row.action_tokens for row in rows)
         logprobs = np.full(self.tokens, -1.0, np.float32)
         return {"policy": logprobs, "reference": logprobs - np.float32(np.log(2))}

@@ -40,7 +40,7 @@ class Trainer:
     def __init__(self, loss: float, norm: float, critic: CriticResult | None = None) -> None:
         self.result = StepResult({"loss": loss}, norm, False, 0, 0, 0, 0, critic=critic)
 
-    async def frozen_logprobs(self, rows):
+    async def logprobs(self, rows):
         return self.frozen
 
     async def values(self, rows):

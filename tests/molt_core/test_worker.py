@@ -91,15 +91,14 @@ def on_policy(rank: TrainerRank, batch: Batch) -> Batch:
     return replace(batch, groups=tuple(groups))
 
 
-def frozen(rank: TrainerRank, batch: Batch) -> dict[str, np.ndarray]:
+def logprobs(rank: TrainerRank, batch: Batch) -> dict[str, np.ndarray]:
     rows = [segment for group in batch.groups for segment in group.segments]
-    algorithm = rank.config.algorithm
-    names = (*algorithm.frozen_policies, *["policy"] * algorithm.needs_policy_logprobs)
-    return {k: np.concatenate(v) for k, v in rank.logprobs([rows[:2], rows[2:]], names).items()}
+    found = rank.logprobs([rows[:2], rows[2:]], rank.config.algorithm.scored_policies)
+    return {name: np.concatenate(values) for name, values in found.items()}
 
 
 def rollouts_of(rank: TrainerRank, batch: Batch) -> list[WeightedRollout]:
-    return weighted_rollouts(batch, rank.config.algorithm, frozen(rank, batch))
+    return weighted_rollouts(batch, rank.config.algorithm, logprobs(rank, batch))
 
 
 def score_of(rank: TrainerRank, batch: Batch) -> np.ndarray:
@@ -174,10 +173,10 @@ def test_the_reference_policy_is_the_initial_one_and_stays_it(start, tiny_checkp
     rank = start(kl={"coef": 0.1})
     found = on_policy(rank, batch(tiny_checkpoint))
     sampled = np.concatenate([s.logprobs[s.action_mask] for g in found.groups for s in g.segments])
-    first = frozen(rank, found)["reference"]
+    first = logprobs(rank, found)["reference"]
     np.testing.assert_allclose(first, sampled, rtol=0, atol=1e-5)
     assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] == pytest.approx(0, abs=1e-5)
-    assert np.array_equal(frozen(rank, found)["reference"], first)
+    assert np.array_equal(logprobs(rank, found)["reference"], first)
     assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] > 1e-4
 
 
@@ -188,7 +187,7 @@ def test_the_policy_is_scored_before_its_step_where_its_tokens_are_paid_by_it(
     rank = start(advantage="reinforce_pp", kl=kl)
     found = batch(tiny_checkpoint)
     step(rank, rollouts_of(rank, found))
-    scored = frozen(rank, found)
+    scored = logprobs(rank, found)
     assert scored.keys() - {"reference"} == ({"policy"} if "place" in kl else set())
     if "place" in kl:
         np.testing.assert_allclose(scored["policy"], score_of(rank, found), rtol=0, atol=1e-5)
@@ -342,10 +341,10 @@ def test_a_reference_that_gives_no_numbers_is_named_and_is_no_divergence(
     rank = start(kl={"coef": 0.1})
     group = TrainerGroup([Local(rank)], [(0, 1)], rank.config)
     rows = [segment for g in batch(tiny_checkpoint).groups for segment in g.segments]
-    assert asyncio.run(group.frozen_logprobs(rows)).keys() == {"reference"}
-    scale_last_norm(rank.frozen["reference"], math.nan)
+    assert asyncio.run(group.logprobs(rows)).keys() == {"reference"}
+    scale_last_norm(rank.policies["reference"], math.nan)
     with pytest.raises(ContractError, match="^the reference gives a sampled token") as raised:
-        asyncio.run(group.frozen_logprobs(rows))
+        asyncio.run(group.logprobs(rows))
     assert not isinstance(raised.value, NotFinite)
 
 
