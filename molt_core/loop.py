@@ -38,7 +38,8 @@ from molt_core.rollout.pool import BooksError, Pool
 from molt_core.rollout.refit import RefitReport
 from molt_core.rollout.worker import WorkerGroup
 from molt_core.train.checkpoint import Checkpoint, CheckpointStore, Saver
-from molt_core.train.worker import ProbeResult, StepResult, TrainerGroup
+from molt_core.train.results import ProbeResult, StepResult
+from molt_core.train.worker import TrainerGroup
 from molt_core.types import Batch, Group, NotFinite
 
 FUTILE_BATCHES = 8

@@ -24,7 +24,7 @@ from molt_core.types import Batch, Group, Rollout
 
 if TYPE_CHECKING:
     from molt_core.train.critic import CriticResult
-    from molt_core.train.worker import ProbeResult, StepResult
+    from molt_core.train.results import ProbeResult, StepResult
 
 
 HEARTBEAT = "heartbeat.json"

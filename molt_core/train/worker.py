@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,10 +30,11 @@ from molt_core.models.load import (
 )
 from molt_core.rollout import refit
 from molt_core.train.backend import TrainBackend, backend_class, can_step
-from molt_core.train.critic import CriticGroup, CriticRank, CriticResult
+from molt_core.train.critic import CriticGroup, CriticRank
 from molt_core.train.logprobs import ActionDistribution
 from molt_core.train.objective import forward_backward, row_logprobs, score
 from molt_core.train.ranks import RankGroup, added, everywhere, memory_peak_bytes
+from molt_core.train.results import ProbeResult, StepResult
 from molt_core.train.routing import check_recorded
 from molt_core.train.split import shares
 from molt_core.train.weights import whole_weights
@@ -41,68 +42,6 @@ from molt_core.types import Batch, ContractError, Trajectory
 
 TIMEOUT_S = 120.0
 """Longest wait for a peer in a refit."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimiser step. ``sums`` over all action tokens of the batch (see ``objective.forward_backward``).
-
-    stepped: False where the optimiser was left alone, because loss or gradient norm is not finite, nothing was kept, or the
-    critic is stepped alone.
-    update_ratio: norm of the step over that of the weights, None without one. memory_peak_bytes: of the rank with the most.
-    critic_s: what the critic added to the time of the step.
-    """
-
-    sums: Mapping[str, Any]
-    grad_norm: float
-    stepped: bool
-    forward_backward_s: float
-    optimizer_s: float
-    started: float
-    ended: float
-    update_ratio: float | None = None
-    memory_peak_bytes: int = 0
-    critic: CriticResult | None = None
-    critic_s: float = 0.0
-
-    @property
-    def decisive(self) -> dict[str, float]:
-        """What must be finite, by a name for messages."""
-        of_critic = {} if self.critic is None else self.critic.decisive
-        of_step = {} if self.update_ratio is None else {"update ratio": self.update_ratio}
-        return {"loss": self.sums["loss"], "gradient norm": self.grad_norm, **of_critic, **of_step}
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """|trainer - engine| log-probability of fresh tokens, and how many were left out for a router tie."""
-
-    differences: np.ndarray
-    tied: int
-
-    @classmethod
-    def of(cls, differences: np.ndarray, tied: np.ndarray, doubt_above: float) -> ProbeResult:
-        """``[N]`` each. A tie leaves out only what it may explain: a difference that would be in doubt."""
-        left_out = tied & (differences > doubt_above) & np.isfinite(differences)
-        return cls(differences[~left_out], int(left_out.sum()))
-
-    @classmethod
-    def joined(cls, parts: Collection[ProbeResult]) -> ProbeResult:
-        return cls(np.concatenate([p.differences for p in parts]), sum(p.tied for p in parts))
-
-    @property
-    def largest(self) -> float:
-        """0 where every token was left out."""
-        return float(self.differences.max(initial=0.0))
-
-    @property
-    def p99(self) -> float:
-        """0 where every token was left out."""
-        return (
-            float(np.quantile(self.differences.astype(np.float64), 0.99))
-            if len(self.differences)
-            else 0.0
-        )
 
 
 class TrainerRank(CriticRank):

@@ -10,7 +10,7 @@ from ray import cloudpickle
 from molt_core.config import RunConfig
 from molt_core.loop import Loop
 from molt_core.metrics import RunWriter
-from molt_core.train.worker import StepResult
+from molt_core.train.results import StepResult
 from tests.molt_core.make import group
 
 KL = {"coef": 0.5, "place": "reward", "estimator": "k1", "target": 0.01}

@@ -16,7 +16,7 @@ from molt_core.loop import Loop
 from molt_core.metrics import RunWriter
 from molt_core.train.checkpoint import Saver
 from molt_core.train.critic import CriticResult
-from molt_core.train.worker import ProbeResult, StepResult
+from molt_core.train.results import ProbeResult, StepResult
 from molt_core.types import ContractError, NotFinite
 from tests.molt_core.make import group
 from tests.molt_core.test_checkpoint import write

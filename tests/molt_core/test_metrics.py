@@ -11,7 +11,7 @@ import pytest
 from molt_core import metrics
 from molt_core.metrics import RunWriter
 from molt_core.train.critic import CriticResult
-from molt_core.train.worker import ProbeResult, StepResult
+from molt_core.train.results import ProbeResult, StepResult
 from molt_core.types import Batch, Group, Rollout, Trajectory
 from tests.molt_core.make import group, trajectory
 

@@ -21,8 +21,9 @@ from molt_core.config import RunConfig
 from molt_core.train.critic import CriticGroup
 from molt_core.train.fsdp2 import FSDP2Model
 from molt_core.train.objective import row_logprobs
+from molt_core.train.results import StepResult
 from molt_core.train.split import shares
-from molt_core.train.worker import StepResult, TrainerGroup, TrainerRank
+from molt_core.train.worker import TrainerGroup, TrainerRank
 from molt_core.types import Batch, ContractError, Group, NotFinite, Rollout
 from tests.harness.trainer_cases import (
     free_port,
