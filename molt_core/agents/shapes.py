@@ -15,11 +15,12 @@ learned from scratch in minutes. An item is a pure function of its stream, seed 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field, ValidationError
 
+from molt_core.strict import Strict
 from molt_core.types import Item
 
 NAME = "shapes"
@@ -52,8 +53,7 @@ _SLOT = 16
 """Width of a place for one square of ``list``."""
 
 
-@dataclass(frozen=True)
-class ShapesVariant:
+class ShapesVariant(Strict):
     """Parameters of the task (``task.variant`` in the configuration).
 
     colors: how many of the palette are in use. noise: standard deviation added to every channel, in grey levels of 255.
@@ -61,37 +61,29 @@ class ShapesVariant:
     squares named rightly instead of all or nothing.
     """
 
-    question: str = "color"
-    colors: int = 4
-    noise: float = 10.0
-    squares: int = 4
-    fewest: int = 2
+    question: Literal["color", "left", "larger", "describe", "list", "words"] = "color"
+    colors: int = Field(4, ge=2, le=len(PALETTE))
+    noise: float = Field(10.0, ge=0, le=128)
+    squares: int = Field(4, ge=1, le=8)
+    fewest: int = Field(2, ge=1)
     partial: bool = False
-
-    def __post_init__(self) -> None:
-        _require(self.question in QUESTIONS, "question", self.question, f"one of {list(QUESTIONS)}")
-        _require(2 <= self.colors <= len(PALETTE), "colors", self.colors, f"2 to {len(PALETTE)}")
-        _require(0 <= self.noise <= 128, "noise", self.noise, "0 to 128")
-        _require(1 <= self.squares <= 8, "squares", self.squares, "1 to 8")
-        _require(
-            1 <= self.fewest <= self.squares, "fewest", self.fewest, "1 to task.variant.squares"
-        )
 
     @classmethod
     def from_config(cls, variant: Mapping[str, Any]) -> ShapesVariant:
         """Raises ValueError that names the key at fault."""
-        kinds = {f.name: type(f.default) for f in fields(cls)}
-        for key, value in variant.items():
-            if key not in kinds:
-                raise ValueError(
-                    f"task.variant.{key} is unknown to shapes; it knows {sorted(kinds)}"
-                )
-            kind = (int, float) if kinds[key] is float else kinds[key]
-            if not isinstance(value, kind) or (isinstance(value, bool) and kinds[key] is not bool):
-                raise ValueError(
-                    f"task.variant.{key}: {value!r} is not of type {kinds[key].__name__}"
-                )
-        return cls(**variant)
+        try:
+            found = cls.model_validate(variant, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            known = ", ".join(cls.model_fields)
+            raise ValueError(
+                f"task.variant.{first['loc'][0]}: {first['msg']}; shapes knows {known}"
+            ) from error
+        if found.fewest > found.squares:
+            raise ValueError(
+                f"task.variant.fewest: {found.fewest} is above task.variant.squares, {found.squares}"
+            )
+        return found
 
     def train_item(self, seed: int, number: int) -> Item:
         return self._item(train_id(seed, number), (_TRAIN, seed, number))
@@ -144,11 +136,6 @@ class ShapesVariant:
 def train_id(seed: int, number: int) -> str:
     """The prompt id of ``ShapesVariant.train_item``."""
     return f"{NAME}-train-{seed}-{number}"
-
-
-def _require(holds: bool, key: str, value: Any, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"task.variant.{key}: {value!r} is not {allowed}")
 
 
 def _canvas(width: int = _SIDE) -> np.ndarray:
