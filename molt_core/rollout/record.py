@@ -3,10 +3,14 @@
 The agent asks for continuations of token ids; the recorder keeps exactly the ids that went in and came out. A later call that
 extends the earlier ids goes on in the same segment (what was added is context, mask False); any other call starts a new
 segment. Nothing is ever re-tokenised.
+
+A call is the recorder's, not the agent's: an agent that gives up on one (a timeout, the first of two answers, a tool that
+fails beside it) leaves it running, and it is answered and written down like any other before the episode ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,6 +95,8 @@ class Recorder:
         self._seed_key, self._decode = seed_key, decode
         self._segments: list[_Segment] = []
         self._calls = 0
+        self._open: set[asyncio.Task] = set()
+        self._closed = False
         self._failure: ContractError | EngineError | None = None
         self.tokens_generated = 0
 
@@ -100,14 +106,29 @@ class Recorder:
         """Sample a continuation of ``token_ids`` (after image expansion) and record it.
 
         Where no room is left the answer is empty with finish reason "length". Raises ContractError where the engine expanded
-        the prompt differently.
+        the prompt differently, RuntimeError where the episode is over.
         """
+        if self._closed:
+            raise RuntimeError("the episode is over: its agent has returned or failed")
         token_ids, images = list(token_ids), tuple(images)
         room = min(self._sampling.max_new_tokens, self._max_length - len(token_ids))
         if room <= 0:
             return Generation((), "", "length")
-        call, self._calls = self._calls, self._calls + 1
-        seed = request_seed(*self._seed_key, call)
+        number, self._calls = self._calls, self._calls + 1
+        seed = request_seed(*self._seed_key, number)
+        call = asyncio.ensure_future(self._call(token_ids, images, room, seed))
+        self._open.add(call)
+        call.add_done_callback(self._open.discard)
+        return await asyncio.shield(call)
+
+    async def close(self) -> None:
+        """The episode is over: no further call; returns when the last one is answered."""
+        self._closed = True
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _call(
+        self, token_ids: list[int], images: tuple[ImageInput, ...], room: int, seed: int
+    ) -> Generation:
         try:
             sampled = await self._generate(
                 collapse(token_ids, images),
@@ -160,12 +181,11 @@ class Recorder:
         self._segments.append(segment)
         return segment, []
 
-    def raise_failure(self) -> None:
-        """Raise the engine's or the contract's first failure, also where the agent caught it."""
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """What was sampled, once ``close`` has returned.
+
+        Raises the first failure of the engine or the contract, also where the agent caught it.
+        """
         if self._failure is not None:
             raise self._failure
-
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """What was sampled. Raises what ``raise_failure`` raises."""
-        self.raise_failure()
         return tuple(segment.trajectory() for segment in self._segments)

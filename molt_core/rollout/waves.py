@@ -71,9 +71,13 @@ class Waves:
         try:
             results = await self._engine.generate_together([call.arguments for call in calls])
         except Exception as error:  # whoever asked hears of it
-            for call in calls:
-                call.answer.set_exception(error)
-        else:
-            for call, result in zip(calls, results):
+            results = [error] * len(calls)
+        for call, result in zip(calls, results):
+            if call.answer.done():  # whoever asked has gone
+                continue
+            if isinstance(result, Exception):
+                call.answer.set_exception(result)
+            else:
                 call.answer.set_result(result)
         self._wave = None
+        self._start_if_complete()  # a call beside those of this wave may be all that is left

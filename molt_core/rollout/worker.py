@@ -23,7 +23,7 @@ from molt_core.config import RunConfig, SamplingConfig
 from molt_core.data import prompt_source
 from molt_core.models.load import eos_token_id, excluded_token_ids
 from molt_core.render import Renderer
-from molt_core.rollout.engine import Engine, EngineError
+from molt_core.rollout.engine import Engine
 from molt_core.rollout.record import Recorder
 from molt_core.rollout.waves import Waves
 from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
@@ -141,7 +141,11 @@ class RolloutWorker:
         return nullcontext() if self.waves is None else self.waves.episode()
 
     async def _run_agent(self, recorder: Recorder, rollout_id: str) -> Rollout:
-        """Run the agent once. Its own failure loses this rollout, by name; a broken contract or engine ends the run."""
+        """Run the agent once. Its own failure loses this rollout, by name; a broken contract or engine ends the run.
+
+        Returns when every call of the agent is answered, also those that it gave up on: their tokens are in the books.
+        """
+        error = None
         try:
             result = await self.agent.run(recorder)
             reward, info = float(result.reward), result.info
@@ -149,13 +153,11 @@ class RolloutWorker:
                 raise ValueError(
                     f"reward {reward} is not finite: return a finite number, or raise what went wrong"
                 )
-            segments = recorder.trajectories()
-        except (ContractError, EngineError):
-            raise
-        except (
-            Exception
-        ) as error:  # the agent is a user's program: whatever it raises is recorded and counted
-            recorder.raise_failure()
+        except Exception as raised:  # a user's program: whatever it raises is recorded and counted
+            error = raised
+        await recorder.close()
+        segments = recorder.trajectories()
+        if error is not None:
             where = f"{type(self.agent).__name__} at prompt {recorder.prompt.index} ({recorder.prompt.prompt_id})"
             reason = f"{where}: {type(error).__name__}: {error}"
             return Rollout(rollout_id, (), float("nan"), "agent_error", {"error": reason})

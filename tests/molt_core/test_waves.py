@@ -18,7 +18,8 @@ class Engine:
     async def generate_together(self, calls):
         seeds = [named["seed"] for _, named in calls]
         self.compositions.append(seeds)
-        await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
         if -1 in seeds:
             raise RuntimeError("the engine is down")
         return seeds
@@ -81,6 +82,41 @@ def test_what_comes_after_is_expected_anew():
 
     asyncio.run(twice())
     assert engine.compositions == [[10, 20], [30, 40, 50]]
+
+
+def test_a_call_that_was_cancelled_takes_nobody_elses_answer():
+    async def gives_up(waves: Waves):
+        with waves.episode():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(waves.generate([1], (), seed=1, episode=0), 1e-9)
+            return [await waves.generate([1], (), seed=2, episode=0)]
+
+    async def both():
+        waves = Waves(Engine())
+        waves.expect(2)
+        other = episode(waves, 3, 2, random.Random(0))
+        return await asyncio.wait_for(asyncio.gather(gives_up(waves), other), 5)
+
+    assert asyncio.run(both()) == [[2], [30, 31]]
+
+
+def test_a_call_beside_one_that_is_being_computed_gets_a_wave_of_its_own():
+    engine = Engine()
+
+    async def later(waves: Waves):
+        while not engine.compositions:
+            await asyncio.sleep(0)
+        return await waves.generate([1], (), seed=2, episode=0)
+
+    async def side_by_side():
+        waves = Waves(engine)
+        waves.expect(1)
+        with waves.episode():
+            both = asyncio.gather(later(waves), waves.generate([1], (), seed=1, episode=0))
+            return await asyncio.wait_for(both, 5)
+
+    assert asyncio.run(side_by_side()) == [2, 1]
+    assert engine.compositions == [[1], [2]]
 
 
 def test_the_engines_failure_reaches_whoever_asked():

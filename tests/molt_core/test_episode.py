@@ -1,0 +1,152 @@
+"""One group of episodes without vLLM: what its agents leave open or do wrong, and what the books say of it."""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from molt_core.agents.base import Result
+from molt_core.config import RunConfig
+from molt_core.rollout.engine import EngineError, Sampled
+from molt_core.rollout.pool import Pool
+from molt_core.rollout.waves import Waves
+from molt_core.rollout.worker import RolloutWorker
+from molt_core.types import Group, Prompt
+
+CONFIG = RunConfig.model_validate(
+    {
+        "model": {"builtin": "tiny-qwen3-vl-moe"},
+        "task": {"source": "shapes"},
+        "rollout": {"groups_per_step": 1, "samples_per_prompt": 2},
+    }
+)
+TOKENS = 3
+"""What each call samples."""
+
+
+async def turns(count: int) -> None:
+    """Let the event loop turn ``count`` times."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Engine:
+    """Counts as the true one does. Each answer takes longer than the one before; ``broken`` is raised instead of one."""
+
+    def __init__(self, broken: Exception | None = None) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.broken, self.asked = broken, 0
+        self.waves: list[int] = []
+
+    async def generate(self, prompt_ids, images, *, purpose, **options) -> Sampled:
+        self.asked += 1
+        await turns(5 * self.asked)
+        if self.broken:
+            raise self.broken
+        self.tokens[purpose] += TOKENS
+        sampled = np.arange(TOKENS, dtype=np.int32)
+        logprobs, versions = np.full(TOKENS, -1.0, np.float32), np.zeros(TOKENS, np.int32)
+        return Sampled(sampled, logprobs, versions, "stop", list(prompt_ids))
+
+    async def generate_together(self, calls) -> list[Sampled]:
+        self.waves.append(len(calls))
+        return await asyncio.gather(*(self.generate(*given, **named) for given, named in calls))
+
+
+async def group_of(agent, engine: Engine, lockstep: bool = False) -> Group:
+    worker = RolloutWorker(CONFIG, "unused")
+    worker.engine, worker.agent = engine, agent
+    worker.renderer = SimpleNamespace(decode=str)
+    worker.waves = Waves(engine) if lockstep else None
+    samples = CONFIG.rollout.samples_per_prompt
+    worker._expect(samples)
+    sampled = worker._sample(Prompt("p0", 0, (5, 6)), samples, CONFIG.rollout.sampling, (0, 0))
+    return Group("p0", 0, *await asyncio.wait_for(sampled, 5), 0)
+
+
+class FirstOfTwo:
+    async def run(self, context):
+        asked = [asyncio.ensure_future(context.generate([5, 6])) for _ in range(2)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        return Result(1.0)
+
+
+class BrokenTool:
+    async def run(self, context):
+        async def tool():
+            await asyncio.sleep(0)
+            raise RuntimeError("the tool broke")
+
+        await asyncio.gather(context.generate([5, 6]), context.generate([5, 7]), tool())
+
+
+class GivesUp:
+    async def run(self, context):
+        first = await context.generate([5, 6])
+        with suppress(TimeoutError):
+            await asyncio.wait_for(context.generate([5, 6, *first.token_ids, 9]), 1e-9)
+        return Result(1.0)
+
+
+@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
+@pytest.mark.parametrize(
+    ("agent", "reason"), [(FirstOfTwo(), None), (BrokenTool(), "agent_error"), (GivesUp(), None)]
+)
+def test_calls_that_an_agent_gave_up_on_are_answered_and_in_the_books(agent, reason, lockstep):
+    """Two calls an episode and two episodes: 12 tokens, all of them trained, or all dropped."""
+    engine = Engine()
+    group = asyncio.run(group_of(agent, engine, lockstep))
+    pool = Pool(CONFIG.rollout, CONFIG.loop, lambda index: f"p{index}")
+    pool.dispatch()
+    assert pool.finish(group) == reason
+    pool.check()
+    assert engine.tokens["train"] == group.tokens_generated == 4 * TOKENS
+    assert group.action_tokens == (0 if reason else 4 * TOKENS)
+
+
+def test_an_episode_whose_agent_failed_beside_its_call_is_in_the_wave_that_it_asked_for():
+    class FailsFirst:
+        episodes = 0
+
+        async def run(self, context):
+            self.episodes += 1
+            if self.episodes == 1:
+                return await BrokenTool().run(context)
+            await turns(20)
+            await context.generate([5, 6])
+            return Result(1.0)
+
+    engine = Engine()
+    asyncio.run(group_of(FailsFirst(), engine, lockstep=True))
+    assert engine.waves == [3]
+
+
+def test_an_engine_that_fails_a_call_nobody_waits_for_ends_the_run():
+    with pytest.raises(EngineError, match="dead"):
+        asyncio.run(group_of(BrokenTool(), Engine(EngineError("dead"))))
+
+
+def test_what_an_agent_started_asks_for_nothing_after_its_end():
+    class Stray:
+        tasks = []
+
+        async def run(self, context):
+            async def later():
+                await asyncio.sleep(0.01)
+                await context.generate([5, 6])
+
+            await context.generate([5, 6])
+            self.tasks.append(asyncio.ensure_future(later()))
+            return Result(1.0)
+
+    async def both():
+        engine = Engine()
+        group = await group_of(Stray(), engine)
+        for error in await asyncio.gather(*Stray.tasks, return_exceptions=True):
+            assert isinstance(error, RuntimeError) and "the episode is over" in str(error)
+        assert engine.tokens["train"] == group.tokens_generated == 2 * TOKENS
+
+    asyncio.run(both())
