@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,27 +82,22 @@ class RolloutWorker:
         )
         return [rollouts[0] for rollouts, _ in groups]
 
-    async def probe(self, count: int, version: int, part: int) -> list[Trajectory]:
-        """``count`` fresh continuations of as many held-out prompts, full length, all of ``version``.
+    async def probe(
+        self, numbers: Sequence[int], length: int, version: int, part: int
+    ) -> list[Trajectory]:
+        """A fresh continuation of ``length`` tokens for each of ``numbers``, all of ``version``.
 
-        One a prompt, because rounding errors of one image come together. ``part`` counts the calls for one version.
+        Each of another held-out prompt, because rounding errors of one image come together. ``part`` counts the calls for one
+        version.
         """
         sampling = self.config.rollout.sampling.model_copy(
-            update={
-                "stop_at_eos": False,
-                "max_new_tokens": min(
-                    self.config.probe.new_tokens, self.config.rollout.sampling.max_new_tokens
-                ),
-            }
+            update={"stop_at_eos": False, "max_new_tokens": length}
         )
-        first = (version + part) * count
         recorders = [
             self._recorder(
-                self._held_out_prompt(number % self.config.task.eval_items),
-                sampling,
-                ("probe", version, part, number),
+                self._prompt_with_room(number, length), sampling, ("probe", version, part, number)
             )
-            for number in range(first, first + count)
+            for number in numbers
         ]
         self._expect(len(recorders))
         await asyncio.gather(*(self._continuation(recorder) for recorder in recorders))
@@ -112,6 +108,21 @@ class RolloutWorker:
                     f"the engine sampled a probe of version {version} from other weights"
                 )
         return trajectories
+
+    def _prompt_with_room(self, number: int, length: int) -> Prompt:
+        """The held-out prompt at ``number``, or the next one that leaves room for ``length`` tokens.
+
+        Raises ContractError where none does: at the first probe of a run, or never.
+        """
+        items, longest = self.config.task.eval_items, self.config.model.max_length - length
+        for index in range(number, number + items):
+            prompt = self._held_out_prompt(index % items)
+            if len(prompt.token_ids) <= longest:
+                return prompt
+        raise ContractError(
+            f"none of {items} held-out prompts leaves room for the {length} tokens of a probe within model.max_length "
+            f"{self.config.model.max_length}: raise it, or lower probe.new_tokens"
+        )
 
     async def _sample(
         self, prompt: Prompt, samples: int, sampling: SamplingConfig, key: tuple[int | str, ...]
@@ -238,17 +249,19 @@ class WorkerGroup:
         ]
 
     async def fresh_tokens(self, version: int, part: int) -> list[Trajectory]:
-        """At least ``probe.tokens`` action tokens of the engines' ``version``; another ``part`` is another sample."""
+        """At least ``probe.tokens`` action tokens of the engines' ``version``; another ``part`` is another sample.
+
+        No two rows are of one number, hence of one prompt and seed: what several engines sample is not the same again.
+        """
         probe = self.config.probe
         length = min(probe.new_tokens, self.config.rollout.sampling.max_new_tokens)
-        count = -(-probe.tokens // length)
-        each = -(-count // len(self.workers))
-        rows = sum(await self.everywhere("probe", each, version, part), [])
-        if sum(row.action_tokens for row in rows) < probe.tokens:
-            raise ContractError(
-                f"a probe of {probe.tokens} tokens had room for fewer; raise model.max_length"
-            )
-        return rows
+        each = math.ceil(probe.tokens / (length * len(self.workers)))
+        first = (version + part) * each * len(self.workers)
+        asked = [
+            worker.probe.remote(range(start, start + each), length, version, part)
+            for start, worker in zip(count(first, each), self.workers)
+        ]
+        return sum(await asyncio.gather(*asked), [])
 
     async def evaluate(self) -> list[Rollout]:
         """One rollout for each held-out item."""

@@ -56,10 +56,15 @@ class Engine:
         return await asyncio.gather(*(self.generate(*given, **named) for given, named in calls))
 
 
+def worker_with(engine, config: RunConfig = CONFIG) -> RolloutWorker:
+    worker = RolloutWorker(config, "unused")
+    worker.engine, worker.renderer = engine, SimpleNamespace(decode=str)
+    return worker
+
+
 async def group_of(agent, engine: Engine, lockstep: bool = False) -> Group:
-    worker = RolloutWorker(CONFIG, "unused")
-    worker.engine, worker.agent = engine, agent
-    worker.renderer = SimpleNamespace(decode=str)
+    worker = worker_with(engine)
+    worker.agent = agent
     worker.waves = Waves(engine) if lockstep else None
     samples = CONFIG.rollout.samples_per_prompt
     worker._expect(samples)
