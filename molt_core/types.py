@@ -19,6 +19,9 @@ import numpy as np
 NOT_SAMPLED = -1
 """Version of a token that the policy did not sample, and the routing entry of a position without a record."""
 
+LARGEST_REWARD = 1e30
+"""In size. Advantages are float32, and the square of a reward must not overflow in silence."""
+
 
 class ContractError(ValueError):
     """A trajectory, rollout or group that breaks the data contract; the message names the field and the position."""
@@ -174,7 +177,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One episode: one or more segments that share one reward. ``status`` is "ok" or the reason it cannot be trained."""
+    """One episode: one or more segments that share one reward (at most ``LARGEST_REWARD`` in size).
+
+    ``status`` is "ok" or the reason it cannot be trained.
+    """
 
     rollout_id: str
     segments: tuple[Trajectory, ...]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from molt_core.types import ImageInput, Prompt
 
@@ -40,7 +40,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Result:
-    """The reward of one episode, and anything worth keeping beside it."""
+    """The reward of one episode, at most ``types.LARGEST_REWARD`` in size, and anything worth keeping that pickles."""
 
     reward: float
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -54,11 +54,14 @@ class Context(Protocol):
     async def generate(
         self, token_ids: Sequence[int], images: Sequence[ImageInput] = ()
     ) -> Generation:
-        """Sample one stretch of actions after ``token_ids`` (images expanded, their spans in ``images``)."""
+        """Sample one stretch of actions after ``token_ids`` (images expanded, their spans in ``images``).
+
+        Calls may run side by side. One that is given up on is answered even so, and is as much a part of the episode, which
+        lasts until then.
+        """
         ...
 
 
-@runtime_checkable
 class Agent(Protocol):
     """One instance serves all episodes of a worker at once: keep what belongs to an episode in local variables of ``run``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import iscoroutinefunction
 
 from molt_core.agents import shapes
 from molt_core.agents.base import Agent, Grader
@@ -25,7 +26,7 @@ def load_agent(task: TaskConfig) -> Agent:
     if task.agent == BUILT_IN:
         return SingleTurnAgent(make_grader(task))
     agent = agent_class(task)(task)
-    if not isinstance(agent, Agent):
+    if not iscoroutinefunction(getattr(agent, "run", None)):
         raise ValueError(f"task.agent: {task.agent!r} has no method 'async def run(self, context)'")
     return agent
 

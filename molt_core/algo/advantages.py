@@ -15,7 +15,7 @@ import torch
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.kl import k1
 from molt_core.algo.registry import Registry
-from molt_core.types import Batch
+from molt_core.types import LARGEST_REWARD, Batch
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,6 @@ class RolloutTokens:
     policy_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
-
-LARGEST_REWARD = 1e30
-"""In size. Advantages are float32, and the square of a reward must not overflow in silence."""
 
 Estimator = Callable[[RolloutTokens, AlgorithmConfig], torch.Tensor]
 _ESTIMATORS: Registry[Estimator] = Registry("algorithm.advantage")

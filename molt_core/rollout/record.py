@@ -106,11 +106,13 @@ class Recorder:
         """Sample a continuation of ``token_ids`` (after image expansion) and record it.
 
         Where no room is left the answer is empty with finish reason "length". Raises ContractError where the engine expanded
-        the prompt differently, RuntimeError where the episode is over.
+        the prompt differently, RuntimeError where the episode is over, ValueError where there is nothing to go on from.
         """
         if self._closed:
             raise RuntimeError("the episode is over: its agent has returned or failed")
         token_ids, images = list(token_ids), tuple(images)
+        if not token_ids:
+            raise ValueError("generate was given no token to go on from")
         room = min(self._sampling.max_new_tokens, self._max_length - len(token_ids))
         if room <= 0:
             return Generation((), "", "length")

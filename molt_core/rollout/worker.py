@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,7 @@ from molt_core.render import Renderer
 from molt_core.rollout.engine import Engine
 from molt_core.rollout.record import Recorder
 from molt_core.rollout.waves import Waves
-from molt_core.types import ContractError, Group, Prompt, Rollout, Trajectory
+from molt_core.types import LARGEST_REWARD, ContractError, Group, Prompt, Rollout, Trajectory
 
 
 class RolloutWorker:
@@ -160,11 +161,15 @@ class RolloutWorker:
         try:
             result = await self.agent.run(recorder)
             reward, info = float(result.reward), result.info
-            if not math.isfinite(reward):
+            if not abs(reward) <= LARGEST_REWARD:
                 raise ValueError(
-                    f"reward {reward} is not finite: return a finite number, or raise what went wrong"
+                    f"reward {reward} is not a number of at most {LARGEST_REWARD:g} in size: return one, or raise the reason"
                 )
-        except Exception as raised:  # a user's program: whatever it raises is recorded and counted
+            pickle.dumps(info)  # as it must be to leave this process
+        except (Exception, SystemExit, asyncio.CancelledError) as raised:
+            # A user's program: whatever it raises is recorded and counted. A cancellation may also be ours.
+            if asyncio.current_task().cancelling():
+                raise
             error = raised
         await recorder.close()
         segments = recorder.trajectories()

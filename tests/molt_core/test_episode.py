@@ -1,6 +1,7 @@
 """One group of episodes without vLLM: what its agents leave open or do wrong, and what the books say of it."""
 
 import asyncio
+import threading
 from collections import Counter
 from contextlib import suppress
 from types import SimpleNamespace
@@ -155,3 +156,66 @@ def test_what_an_agent_started_asks_for_nothing_after_its_end():
         assert engine.tokens["train"] == group.tokens_generated == 2 * TOKENS
 
     asyncio.run(both())
+
+
+class Returns:
+    """Generates once in each episode; the first of them returns ``result``."""
+
+    def __init__(self, result) -> None:
+        self.results = [result, Result(1.0)]
+
+    async def run(self, context):
+        await context.generate(context.prompt.token_ids)
+        return self.results.pop(0)
+
+
+class Raises(Returns):
+    async def run(self, context):
+        result = await super().run(context)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+class GoesOnFromNothing:
+    first = True
+
+    async def run(self, context):
+        first, self.first = self.first, False
+        await context.generate([] if first else [5, 6])
+        return Result(1.0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "why"),
+    [
+        (Returns(None), "AttributeError: 'NoneType' object has no attribute 'reward'"),
+        (Returns(Result(None)), "TypeError: float"),
+        (Returns(Result(float("nan"))), "ValueError: reward nan is not a number of at most 1e+30"),
+        (Returns(Result(-1e31)), "ValueError: reward -1e+31 is not a number of at most 1e+30"),
+        (Returns(Result(1.0, {"lock": threading.Lock()})), "TypeError: cannot pickle"),
+        (Raises(SystemExit("the grader left")), "SystemExit: the grader left"),
+        (Raises(asyncio.CancelledError()), "CancelledError: "),
+        (GoesOnFromNothing(), "ValueError: generate was given no token to go on from"),
+    ],
+)
+def test_what_an_agent_does_wrong_loses_its_rollout_and_no_more(agent, why):
+    failed, sound = asyncio.run(group_of(agent, Engine())).rollouts
+    assert (failed.status, failed.segments) == ("agent_error", ())
+    assert failed.info["error"].startswith(f"{type(agent).__name__} at prompt 0 (p0): {why}")
+    assert (sound.status, sound.action_tokens) == ("ok", TOKENS)
+
+
+def test_a_cancellation_that_is_not_the_agent_s_is_no_failure_of_it():
+    worker = worker_with(Engine())
+    worker.agent = Returns(Result(1.0))
+    recorder = worker._recorder(Prompt("p0", 0, (5, 6)), CONFIG.rollout.sampling, (0, 0, 0))
+
+    async def cancelled():
+        task = asyncio.ensure_future(worker._episode(recorder, "0/0"))
+        await turns(3)
+        task.cancel()
+        return await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())

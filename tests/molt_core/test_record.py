@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from molt_core.agents.base import Result
 from molt_core.config import SamplingConfig
 from molt_core.rollout.engine import EngineError, Sampled, _sampled
 from molt_core.rollout.record import Recorder, request_seed
-from molt_core.rollout.worker import RolloutWorker
 from molt_core.types import ContractError, ImageInput, NotFinite, Prompt
 
 
@@ -155,28 +153,6 @@ def test_a_failure_of_the_engine_that_the_agent_swallowed_comes_back():
         play(context, [5, 6])
     with pytest.raises(EngineError, match="dead"):
         context.trajectories()
-
-
-class Replies:
-    """An agent that generates once and returns whatever it was made with."""
-
-    def __init__(self, result) -> None:
-        self.result = result
-
-    async def run(self, context):
-        await context.generate(context.prompt.token_ids)
-        return self.result
-
-
-@pytest.mark.parametrize("result", [None, Result(reward=None), Result(reward=float("nan"))])
-def test_a_result_without_a_finite_reward_loses_the_rollout_and_no_more(result):
-    worker = RolloutWorker(None, "unused")
-    worker.agent = Replies(result)
-    rollout = asyncio.run(worker._episode(recorder(Scripted(FIRST)), "0/0"))
-    assert (rollout.status, rollout.segments) == ("agent_error", ())
-    assert rollout.info["error"].startswith("Replies at prompt 0 (p): ")
-    worker.agent = Replies(Result(reward=1.0))
-    assert asyncio.run(worker._episode(recorder(Scripted(FIRST)), "0/1")).status == "ok"
 
 
 def test_no_room_asks_the_engine_for_nothing():

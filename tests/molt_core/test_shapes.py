@@ -175,12 +175,19 @@ def test_single_turn_agent_asks_once_with_the_prompt_and_grades_the_text():
     assert asyncio.run(agent.run(_Context("red", "blue"))).reward == 0.0
 
 
+class NotAsync:
+    def __init__(self, task) -> None: ...
+
+    def run(self, context): ...
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
         ("many_turns", "neither 'single_turn' nor"),
         ("molt_core.nowhere:Agent", "cannot be imported"),
         ("molt_core.agents.base:Agentt", "cannot be imported"),
+        ("tests.molt_core.test_shapes:NotAsync", "has no method 'async def run"),
     ],
 )
 def test_an_unknown_agent_is_named(agent, message):
