@@ -268,7 +268,7 @@ class RewardSums:
             if rollout.status == "ok":
                 self.rewards.append(rollout.reward)
                 self.lengths.append(rollout.action_tokens)
-                self.truncated.append(rollout.segments[-1].truncated)
+                self.truncated.append(rollout.truncated)
 
     def take(self) -> dict[str, float]:
         if not self.rewards:
@@ -276,10 +276,11 @@ class RewardSums:
         rewards = np.sort(self.rewards)  # so that no last bit depends on the order of arrival
         fields = {
             "reward_mean": float(np.mean(rewards)),
-            "reward_std": float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0,
             "response_tokens_mean": float(np.mean(self.lengths)),
             "truncated_fraction": float(np.mean(self.truncated)),
             "rollouts": len(self.rewards),
         }
+        if len(rewards) > 1:
+            fields["reward_std"] = float(np.std(rewards, ddof=1))
         self.__init__()
         return fields

@@ -170,16 +170,13 @@ class Trajectory:
         versions = self.versions[self.action_mask]
         return int((versions > versions[0]).sum()) if len(versions) else 0
 
-    @property
-    def truncated(self) -> bool:
-        return bool(self.turns) and self.turns[-1].finish_reason == "length"
-
 
 @dataclass(frozen=True)
 class Rollout:
     """One episode: one or more segments that share one reward (at most ``LARGEST_REWARD`` in size).
 
-    ``status`` is "ok" or the reason it cannot be trained.
+    ``status`` is "ok" or the reason it cannot be trained. ``truncated``: its last answer was cut off at ``max_new_tokens``, or
+    its last call had no room left in the context.
     """
 
     rollout_id: str
@@ -187,6 +184,7 @@ class Rollout:
     reward: float
     status: str = "ok"
     info: Mapping[str, Any] = field(default_factory=dict)
+    truncated: bool = False
 
     @cached_property
     def action_tokens(self) -> int:

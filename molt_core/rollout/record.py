@@ -99,6 +99,8 @@ class Recorder:
         self._closed = False
         self._failure: ContractError | EngineError | None = None
         self.tokens_generated = 0
+        self.truncated = False
+        """Whether the last answer was cut off, or there was no room for one."""
 
     async def generate(
         self, token_ids: Sequence[int], images: Sequence[ImageInput] = ()
@@ -115,6 +117,7 @@ class Recorder:
             raise ValueError("generate was given no token to go on from")
         room = min(self._sampling.max_new_tokens, self._max_length - len(token_ids))
         if room <= 0:
+            self.truncated = True
             return Generation((), "", "length")
         number, self._calls = self._calls, self._calls + 1
         seed = request_seed(*self._seed_key, number)
@@ -151,6 +154,7 @@ class Recorder:
         # Placed and written down only now: a call that failed leaves the rollout as it was, and a call that ran beside
         # this one may have extended the segment.
         self.tokens_generated += len(sampled.token_ids)
+        self.truncated = sampled.finish_reason == "length"
         segment, feedback = self._place(token_ids, images)
         segment.append(feedback, None, None)
         segment.images = images

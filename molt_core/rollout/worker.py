@@ -178,7 +178,7 @@ class RolloutWorker:
             reason = f"{where}: {type(error).__name__}: {error}"
             return Rollout(rollout_id, (), float("nan"), "agent_error", {"error": reason})
         status = "ok" if any(segment.action_tokens for segment in segments) else "no_action_tokens"
-        return Rollout(rollout_id, segments, reward, status, info)
+        return Rollout(rollout_id, segments, reward, status, info, recorder.truncated)
 
     def _recorder(self, prompt: Prompt, sampling: SamplingConfig, key: tuple) -> Recorder:
         generate = (

@@ -59,12 +59,11 @@ def test_an_observation_between_turns_is_not_an_action():
     assert row.action_tokens == 3
     assert row.oldest_version == 4
     assert row.tokens_across_refit == 1
-    assert row.truncated
 
 
 def test_a_trajectory_of_prompt_only_has_no_action():
     row = trajectory(actions=0)
-    assert (row.action_tokens, row.tokens_across_refit, row.truncated) == (0, 0, False)
+    assert (row.action_tokens, row.tokens_across_refit) == (0, 0)
 
 
 def test_the_global_denominator_counts_sampled_tokens_of_all_segments():

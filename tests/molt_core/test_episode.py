@@ -11,6 +11,7 @@ import pytest
 
 from molt_core.agents.base import Result
 from molt_core.config import RunConfig
+from molt_core.metrics import RewardSums
 from molt_core.rollout.engine import EngineError, Sampled
 from molt_core.rollout.pool import Pool
 from molt_core.rollout.waves import Waves
@@ -19,7 +20,7 @@ from molt_core.types import Group, Prompt
 
 CONFIG = RunConfig.model_validate(
     {
-        "model": {"builtin": "tiny-qwen3-vl-moe"},
+        "model": {"builtin": "tiny-qwen3-vl-moe", "max_length": 32},
         "task": {"source": "shapes"},
         "rollout": {"groups_per_step": 1, "samples_per_prompt": 2},
     }
@@ -156,6 +157,29 @@ def test_what_an_agent_started_asks_for_nothing_after_its_end():
         assert engine.tokens["train"] == group.tokens_generated == 2 * TOKENS
 
     asyncio.run(both())
+
+
+class Talks:
+    """Goes on with a tool's two tokens until an answer does not end by itself; then, if ``shortens``, from the prompt anew."""
+
+    def __init__(self, shortens: bool = False) -> None:
+        self.shortens = shortens
+
+    async def run(self, context):
+        ids, answer = list(context.prompt.token_ids), None
+        while answer is None or answer.finish_reason == "stop":
+            answer = await context.generate(ids)
+            ids += [*answer.token_ids, 9, 9]
+        if self.shortens:
+            await context.generate(context.prompt.token_ids)
+        return Result(1.0)
+
+
+@pytest.mark.parametrize(("agent", "truncated"), [(Talks(), 1.0), (Talks(shortens=True), 0.0)])
+def test_an_episode_that_ran_out_of_context_is_a_truncated_one(agent, truncated):
+    sums = RewardSums()
+    sums.add(asyncio.run(group_of(agent, Engine())))
+    assert sums.take()["truncated_fraction"] == truncated
 
 
 class Returns:

@@ -12,7 +12,7 @@ from molt_core import metrics
 from molt_core.metrics import RunWriter
 from molt_core.train.critic import CriticResult
 from molt_core.train.results import ProbeResult, StepResult
-from molt_core.types import Batch, Group, Rollout, Trajectory
+from molt_core.types import Batch, Group, Rollout
 from tests.molt_core.make import group, trajectory
 
 
@@ -130,14 +130,11 @@ def test_tokens_across_a_refit_are_those_of_a_newer_version_than_their_segment_s
     assert metrics.batch(Batch((torn,), 1))["tokens_across_refit"] == 2
 
 
-def truncated(row: Trajectory) -> Trajectory:
-    return replace(row, turns=(replace(row.turns[-1], finish_reason="length"),))
-
-
 def test_rewards_and_lengths_weigh_each_rollout_once_and_leave_out_the_failed():
-    # Three good rollouts: one of two segments (2 + 1 tokens, the last cut off), two of 3; one failed.
+    # Three good rollouts: one of two segments (2 + 1 tokens, cut off), two of 3; one failed.
     sums = metrics.RewardSums()
-    first = Rollout("a", (trajectory(actions=2), truncated(trajectory(actions=1))), 4.0)
+    segments = trajectory(actions=2), trajectory(actions=1)
+    first = Rollout("a", segments, 4.0, truncated=True)
     sums.add(Group("p", 0, (first,), 3, 0))
     sums.add(group(3, rewards=(1.0, 1.0)))
     sums.add(group(0, rewards=(9.0,), status="agent_error"))
@@ -149,6 +146,12 @@ def test_rewards_and_lengths_weigh_each_rollout_once_and_leave_out_the_failed():
         "rollouts": 3,
     }
     assert sums.take() == {}
+
+
+def test_the_deviation_of_one_reward_is_absent():
+    sums = metrics.RewardSums()
+    sums.add(group(0, rewards=(1.0,)))
+    assert sums.take().keys() & {"reward_mean", "reward_std"} == {"reward_mean"}
 
 
 def test_a_tie_leaves_out_only_the_tokens_that_it_may_explain():
