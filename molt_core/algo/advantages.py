@@ -1,7 +1,7 @@
 """Advantage estimators: pure functions from the rollouts of a batch to an advantage for each sampled token.
 
 Everything is flat over sampled tokens: ``rollout[n]`` says which rollout token n belongs to, a rollout's tokens are contiguous
-and in the order of generation over all its segments. A rollout has one reward and one weight however many segments it has.
+and in the order of its segments. A rollout has one reward and one weight however many segments it has.
 """
 
 from __future__ import annotations

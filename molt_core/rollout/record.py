@@ -1,7 +1,7 @@
 """What an agent sees of the engine, and the trajectory written down behind its back.
 
 The agent asks for continuations of token ids; the recorder keeps exactly the ids that went in and came out. A later call that
-extends the earlier ids goes on in the same segment (what was added is context, mask False); any other call starts a new
+extends the ids of an earlier one goes on in its segment (what was added is context, mask False); any other call starts a new
 segment. Nothing is ever re-tokenised.
 
 A call is the recorder's, not the agent's: an agent that gives up on one (a timeout, the first of two answers, a tool that
@@ -40,6 +40,11 @@ class _Segment:
     versions: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     routes: np.ndarray | None = None
+
+    def begins(self, token_ids: list[int], images: tuple[ImageInput, ...]) -> bool:
+        """Whether all of it is how ``token_ids`` and ``images`` begin."""
+        same_tokens = token_ids[: len(self.token_ids)] == self.token_ids
+        return same_tokens and images[: len(self.images)] == self.images
 
     def append(
         self, ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int] | None
@@ -176,12 +181,11 @@ class Recorder:
     def _place(
         self, token_ids: list[int], images: tuple[ImageInput, ...]
     ) -> tuple[_Segment, list[int]]:
-        """The segment that this call goes on with, and the context that was added since its last action."""
-        if self._segments:
-            last = self._segments[-1]
-            known = len(last.token_ids)
-            if token_ids[:known] == last.token_ids and images[: len(last.images)] == last.images:
-                return last, token_ids[known:]
+        """The segment that this call goes on with, the longest where it is several, and the context that was added to it."""
+        extended = [segment for segment in self._segments if segment.begins(token_ids, images)]
+        if extended:
+            segment = max(extended, key=lambda segment: len(segment.token_ids))
+            return segment, token_ids[len(segment.token_ids) :]
         segment = _Segment([], len(token_ids), images)
         segment.append(token_ids, None, None)
         self._segments.append(segment)

@@ -98,6 +98,27 @@ def test_a_history_that_was_rewritten_starts_a_new_segment():
     assert second.action_mask.tolist() == [False] * 4 + [True]
 
 
+def test_branches_that_take_turns_each_go_on_in_their_own_segment():
+    left, right = ([7], [-1.0], [0], "stop"), ([8], [-1.0], [0], "stop")
+    context = recorder(Scripted(left, right, left, right))
+    play(context, [5, 6], [5, 9], [5, 6, 7, 20], [5, 9, 8, 30])
+    rows = [row.token_ids.tolist() for row in context.trajectories()]
+    assert rows == [[5, 6, 7, 20, 7], [5, 9, 8, 30, 8]]
+
+
+def test_of_two_segments_that_a_call_extends_the_longer_goes_on():
+    same = ([7], [-1.0], [0], "stop")
+    context = recorder(Scripted(same, same, SECOND))
+
+    async def both_then_one():
+        await asyncio.gather(context.generate([5, 6, 7]), context.generate([5, 6]))
+        await context.generate([5, 6, 7, 7])
+
+    asyncio.run(both_then_one())
+    rows = [row.token_ids.tolist() for row in context.trajectories()]
+    assert rows == [[5, 6, 7, 7, 10], [5, 6, 7]]
+
+
 def routes(*experts: int) -> np.ndarray:
     """One layer, two experts a token: the one named and the next."""
     return np.array([[[expert, expert + 1]] for expert in experts], np.int16)
