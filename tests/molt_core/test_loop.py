@@ -19,15 +19,24 @@ pytestmark = pytest.mark.engine
 STEPS = 8
 
 
+async def judge_that_is_down() -> None:
+    await asyncio.sleep(0)
+    raise RuntimeError("a judge that is down")
+
+
 class ParityAgent:
-    """Rewards an even sum of sampled ids, so that an untrained policy has something to learn from; fails on prompt 5."""
+    """Rewards an even sum of sampled ids, so that an untrained policy has something to learn from.
+
+    On prompt 5 it fails beside its call, of whose answer it never hears.
+    """
 
     def __init__(self, task) -> None: ...
 
     async def run(self, context) -> Result:
+        asked = context.generate(context.prompt.token_ids, context.prompt.images)
         if context.prompt.index == 5:
-            raise RuntimeError("a judge that is down")
-        generation = await context.generate(context.prompt.token_ids, context.prompt.images)
+            await asyncio.gather(asked, judge_that_is_down())
+        generation = await asked
         return Result(float(sum(generation.token_ids) % 2 == 0))
 
 
@@ -83,7 +92,8 @@ def test_books_close_at_every_step_and_the_failing_agent_is_counted(records):
     last = records[-1]
     assert last["groups_dropped"] == {"agent_error": 1}
     assert last["groups_trained"] == STEPS * 4
-    # Every rollout samples exactly 48 tokens; the failing agent sampled none.
+    # Every rollout samples exactly 48 tokens, also the one whose agent fails.
+    assert last["tokens_dropped"] == {"agent_error": 4 * 48}
     assert last["tokens_trained"] == STEPS * 4 * 4 * 48
 
 
