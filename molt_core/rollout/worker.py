@@ -72,14 +72,15 @@ class RolloutWorker:
         return Group(prompt.prompt_id, index, rollouts, generated, dispatched_version)
 
     async def evaluate(self, indices: Sequence[int]) -> list[Rollout]:
-        """One rollout for each held-out item, at the evaluation's temperature."""
+        """One rollout for each held-out item, at the evaluation's temperature; a run's seed is a draw of its own."""
         sampling = self.config.rollout.sampling.model_copy(
             update={"temperature": self.config.evaluation.temperature}
         )
         prompts = [self._held_out_prompt(index) for index in indices]
         self._expect(len(prompts))
+        key = ("eval", self.config.seed)
         groups = await asyncio.gather(
-            *(self._sample(prompt, 1, sampling, ("eval", prompt.index)) for prompt in prompts)
+            *(self._sample(prompt, 1, sampling, (*key, prompt.index)) for prompt in prompts)
         )
         return [rollouts[0] for rollouts, _ in groups]
 

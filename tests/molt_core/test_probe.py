@@ -1,11 +1,13 @@
-"""What a probe samples, without vLLM: how many tokens over the engines, and of which prompts."""
+"""What a probe and an evaluation sample, without vLLM: how many tokens, of which prompts, from which draw."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from molt_core.agents.base import Result
 from molt_core.config import RunConfig
 from molt_core.rollout.engine import Sampled
 from molt_core.rollout.worker import RolloutWorker, WorkerGroup
@@ -19,7 +21,7 @@ class Engine:
     """As vLLM: what is sampled is a function of prompt, seed and weights."""
 
     def __init__(self, version: int) -> None:
-        self.version = version
+        self.version, self.tokens = version, Counter()
 
     async def generate(self, prompt_ids, images, *, seed, max_new_tokens, **options) -> Sampled:
         ids = np.random.default_rng([seed, *prompt_ids]).integers(0, 2**31, max_new_tokens)
@@ -86,3 +88,23 @@ def test_prompts_without_room_are_passed_over(version):
 def test_a_task_whose_prompts_leave_no_room_at_all_is_refused_at_the_first_probe():
     with pytest.raises(ContractError, match="none of 20 held-out prompts leaves room for the 16"):
         fresh(1, 0, long=tuple(range(ITEMS)))
+
+
+def answers(seed: int) -> list[bytes]:
+    """What an evaluation of four held-out items samples in a run of ``seed``."""
+
+    class Agent:
+        async def run(self, context) -> Result:
+            await context.generate(context.prompt.token_ids)
+            return Result(0.0)
+
+    worker = worker_with(Engine(0), config(1).model_copy(update={"seed": seed}))
+    worker.agent = Agent()
+    worker._held_out_prompt = lambda index: Prompt(f"e{index}", index, (index, 1, 2))
+    rollouts = asyncio.run(worker.evaluate(range(4)))
+    return [segment.token_ids.tobytes() for rollout in rollouts for segment in rollout.segments]
+
+
+def test_an_evaluation_is_the_same_draw_for_one_seed_and_another_for_another():
+    assert answers(0) == answers(0) and len(answers(0)) == 4
+    assert not set(answers(0)) & set(answers(1))
