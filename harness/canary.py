@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from harness.expand import Expansion, Run
 from harness.identity import digest
+from molt_core.config import RunConfig
 
 STEPS = 3
 
@@ -34,8 +35,16 @@ def _firsts(expansion: Expansion) -> list[Run]:
 def _canary(run: Run) -> Run:
     steps = min(STEPS, run.config.loop.steps)
     saves_after = max(1, steps - 1)  # the last step leaves the policy and no checkpoint
+    critic, optimizer = run.config.critic, run.config.optimizer
+    if critic is not None:
+        warmup = min(critic.warmup_steps, steps - 1)
+        critic = critic.model_copy(update={"warmup_steps": warmup})
     config = run.config.model_copy(
         update={
+            "critic": critic,
+            "optimizer": optimizer.model_copy(
+                update={"warmup_steps": min(optimizer.warmup_steps, steps - 1)}
+            ),
             "loop": run.config.loop.model_copy(update={"steps": steps}),
             "evaluation": run.config.evaluation.model_copy(update={"every": steps}),
             "checkpoint": run.config.checkpoint.model_copy(
@@ -52,5 +61,5 @@ def _canary(run: Run) -> Run:
         system="canary",
         role="canary",
         identity=identity,
-        config=config,
+        config=RunConfig.model_validate(config.model_dump()),
     )

@@ -7,6 +7,7 @@ tell is checked where it is defined. A choice that would train something else th
 from __future__ import annotations
 
 from difflib import get_close_matches
+from math import lcm
 from typing import TYPE_CHECKING
 
 from molt_core.algo.config import (
@@ -42,10 +43,10 @@ def best_is_measured(config: RunConfig) -> None:
         raise ValueError(
             f"checkpoint.keep_best: {name} is recorded {FIELDS[name]}, which this run is not; choose another field"
         )
-    if every % recorded:
+    if lcm(every, recorded) >= config.loop.steps:
         raise ValueError(
-            f"checkpoint.keep_best: {name} is recorded every {recorded} steps; set checkpoint.every_steps to a multiple of "
-            f"it, not {every}"
+            f"checkpoint.keep_best: {name} is recorded every {recorded} steps, and no checkpoint before the last of "
+            f"{config.loop.steps} has it; set checkpoint.every_steps to a multiple of it, not {every}"
         )
 
 
@@ -105,17 +106,12 @@ def filters_that_keep_something(config: RunConfig) -> None:
         )
 
 
-def lengths_that_are_reached(config: RunConfig) -> None:
-    steps, warmup = config.loop.steps, config.optimizer.warmup_steps
-    if warmup >= steps:
+def a_schedule_that_begins(config: RunConfig) -> None:
+    optimizer, steps = config.optimizer, config.loop.steps
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= steps:
         raise ValueError(
-            f"optimizer.warmup_steps {warmup} is never over in loop.steps {steps}; set it to less"
-        )
-    new, longest = config.rollout.sampling.max_new_tokens, config.model.max_length
-    if new >= longest:
-        raise ValueError(
-            f"rollout.sampling.max_new_tokens {new} leaves no prompt room in model.max_length {longest}; raise max_length, or "
-            "lower max_new_tokens"
+            f"optimizer.schedule: {optimizer.schedule} never begins: optimizer.warmup_steps is {optimizer.warmup_steps} of "
+            f"loop.steps {steps}; set it to less"
         )
 
 
@@ -159,7 +155,7 @@ CHECKS = (
     routes_are_recorded,
     clips_that_act,
     filters_that_keep_something,
-    lengths_that_are_reached,
+    a_schedule_that_begins,
     what_the_estimator_needs,
     a_critic_that_is_trained_as_it_says,
 )

@@ -307,7 +307,8 @@ class RunConfig(Strict):
 class _KeysOnce(yaml.SafeLoader):
     """YAML keeps the last of a key's values, and says nothing of the others: here that is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
@@ -316,7 +317,7 @@ class _KeysOnce(yaml.SafeLoader):
                     f"line {line}: {name} is given twice, first in line {lines[name]}; keep one"
                 )
             lines[name] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def load_run_config(path: str | Path) -> RunConfig:

@@ -49,6 +49,8 @@ FIELDS: Mapping[str, str] = {
 TEXTS = frozenset(("phase", "prompts_fingerprint", "trained_fingerprint"))
 TABLES = frozenset(("lag_histogram", "tokens_dropped", "groups_dropped"))
 NUMBERS = frozenset(FIELDS) - TEXTS - TABLES
+OF_LOSSES = frozenset(("clip_fraction", "clip_fraction_low", "dual_clip_fraction"))
+"""What a loss returns beside its numbers; all other names are taken."""
 
 _EVERY: Mapping[str, Callable[[RunConfig], int | None]] = {
     "with a critic": lambda config: _if(config.critic is not None),

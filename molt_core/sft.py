@@ -235,8 +235,8 @@ def check_row(
     never = excluded.intersection(row.token_ids[row.action_mask].tolist())
     if never:
         raise DataError(
-            f"prompt {prompt_id}: its answer, or a reply before it, has {renderer.token(min(never))}, which is never sampled; "
-            "write it otherwise"
+            f"prompt {prompt_id}: its answer, the other one that a false label is, or a reply before it has "
+            f"{renderer.token(min(never))}, which is never sampled; write it otherwise"
         )
 
 
@@ -332,7 +332,11 @@ def main(
         raise typer.Exit(2) from error
     torch.set_num_threads(run.trainer.threads)
     console = Console()
-    record = warm_up(run, out, console)
+    try:
+        record = warm_up(run, out, console)
+    except DataError as error:
+        typer.echo(f"{config}: {error}", err=True)
+        raise typer.Exit(2) from error
     console.print(
         f"warm-up done: loss {record['loss_first']:.2f} -> {record['loss_last']:.2f}, held-out reward "
         f"{record['eval_reward']:.2f} (sampled {record['eval_reward_sampled']:.2f}), weights {record['content_hash'][:12]}"

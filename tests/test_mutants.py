@@ -6,7 +6,7 @@ import pytest
 from tests.harness.test_job import until
 from tests.mutants import __main__ as command_line
 from tests.mutants import runner
-from tests.mutants.runner import Mutant, MutantError, mutants, plant, read, survives
+from tests.mutants.runner import ROOT, Mutant, MutantError, mutants, plant, read, survives
 
 MUTANTS = mutants()
 
@@ -19,6 +19,13 @@ def test_the_tests_notice_the_fault(mutant: Mutant, tmp_path):
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if not m.always], ids=lambda m: m.name)
 def test_a_fault_that_is_planted_on_request_still_applies(mutant: Mutant, tmp_path):
     plant(mutant, tmp_path)
+
+
+def test_every_test_that_a_fault_names_is_there():
+    named = {test.partition("[")[0] for mutant in MUTANTS for test in mutant.tests}
+    where = [(test.partition("::")[0], test.rpartition("::")[2]) for test in named]
+    missing = [name for file, name in where if f"def {name}(" not in (ROOT / file).read_text()]
+    assert missing == []
 
 
 def test_a_patch_that_no_longer_applies_says_so(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, unwrap
 
 from molt_core.agents import shapes
 from molt_core.agents.base import Agent, Grader
@@ -26,7 +26,7 @@ def load_agent(task: TaskConfig) -> Agent:
     if task.agent == BUILT_IN:
         return SingleTurnAgent(make_grader(task))
     agent = agent_class(task)(task)
-    if not iscoroutinefunction(getattr(agent, "run", None)):
+    if not iscoroutinefunction(unwrap(getattr(agent, "run", None))):
         raise ValueError(f"task.agent: {task.agent!r} has no method 'async def run(self, context)'")
     return agent
 

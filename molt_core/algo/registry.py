@@ -19,7 +19,9 @@ from typing import Generic, TypeVar
 
 Function = TypeVar("Function", bound=Callable)
 
-_loading: ContextVar[Path | None] = ContextVar("the user's file that is being run", default=None)
+_loading: ContextVar[tuple[Path | None, set[str]]] = ContextVar(
+    "the user's file that is being run, and what it has registered", default=(None, set())
+)
 
 
 class Registry(Generic[Function]):
@@ -35,13 +37,15 @@ class Registry(Generic[Function]):
         """Decorator. Raises ValueError where the name is taken, unless by an earlier loading of the same file."""
 
         def add(function: Function) -> Function:
-            file = _loading.get()
-            if name in self._functions and (file is None or self._files[name] != file):
+            file, registered = _loading.get()
+            again = file is not None and self._files.get(name) == file
+            if name in self._functions and (not again or f"{self.kind} {name}" in registered):
                 owner = self._files[name] or "molt_core"
                 raise ValueError(
                     f"{self.kind} {name!r} is registered already, by {owner}; choose another name"
                 )
             self._functions[name], self._files[name] = function, file
+            registered.add(f"{self.kind} {name}")
             return function
 
         return add
@@ -58,7 +62,7 @@ def load_plugins(paths: Sequence[str]) -> None:
     """Run users' Python files, which register what they define. Raises ValueError that names the file."""
     for path in paths:
         file = Path(path).resolve()
-        token = _loading.set(file)
+        token = _loading.set((file, set()))
         try:
             runpy.run_path(path)
         except Exception as error:  # whatever a user's file raises, the message must name it

@@ -31,6 +31,18 @@ from molt_core.rollout.waves import Waves
 from molt_core.types import LARGEST_REWARD, ContractError, Group, Prompt, Rollout, Trajectory
 
 
+def task_without_exit(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task:
+    """A task in which SystemExit is an error like others: asyncio would end its loop for it, and all other episodes with it."""
+
+    async def contained() -> Any:
+        try:
+            return await coroutine
+        except SystemExit as error:
+            raise RuntimeError(f"sys.exit({error.code!r}) within an agent") from error
+
+    return asyncio.Task(contained(), loop=loop, **more)
+
+
 class RolloutWorker:
     """``start`` before anything else. All methods but ``busy`` run on the actor's one event loop."""
 
@@ -39,6 +51,7 @@ class RolloutWorker:
         self.waves: Waves | None = None
 
     async def start(self) -> None:
+        asyncio.get_running_loop().set_task_factory(task_without_exit)
         self.renderer = Renderer(self.checkpoint)
         self.train = prompt_source(self.config.task, split="train", seed=self.config.seed)
         self.held_out = prompt_source(self.config.task, split="eval", seed=0)

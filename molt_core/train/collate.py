@@ -103,18 +103,20 @@ def _images(rows: Sequence[Trajectory], starts: np.ndarray) -> dict[str, torch.T
     places = [(start, image) for start, row in zip(starts, rows) for image in row.images]
     if not places:
         return dict.fromkeys(("patches", "grid_thw", "image_positions", "feature_index"))
-    images = list({id(image): image for _, image in places}.values())
-    first = np.cumsum([0, *(image.length for image in images)])
-    first_feature = dict(zip(map(id, images), first.tolist()))
+    # Samples of a prompt have the same patches, whatever became of the objects that hold them on the way.
+    images = {id(image.patches): image for _, image in places}
+    first_feature = dict(zip(images, np.cumsum([0, *(i.length for i in images.values())]).tolist()))
     spans = [np.arange(image.length) for _, image in places]
     return {
-        "patches": torch.from_numpy(np.concatenate([image.patches for image in images])),
-        "grid_thw": torch.tensor([image.grid_thw for image in images]),
+        "patches": torch.from_numpy(np.concatenate([i.patches for i in images.values()])),
+        "grid_thw": torch.tensor([image.grid_thw for image in images.values()]),
         "image_positions": torch.from_numpy(
             np.concatenate([start + i.start + span for (start, i), span in zip(places, spans)])
         ),
         "feature_index": torch.from_numpy(
-            np.concatenate([first_feature[id(i)] + span for (_, i), span in zip(places, spans)])
+            np.concatenate(
+                [first_feature[id(i.patches)] + span for (_, i), span in zip(places, spans)]
+            )
         ),
     }
 

@@ -18,6 +18,7 @@ from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.importance import correction
 from molt_core.algo.kl import k3, kl_loss
 from molt_core.algo.losses import LossTokens, loss_function, ratio
+from molt_core.fields import FIELDS, OF_LOSSES
 from molt_core.train.backend import TrainBackend
 from molt_core.train.collate import MicroBatch, collate
 from molt_core.train.logprobs import ActionDistribution
@@ -25,6 +26,7 @@ from molt_core.train.routing import routing_sums
 from molt_core.types import Trajectory
 
 OWN_SUMS = ("tokens", "tokens_forward", "tokens_kept", "loss")
+ROUTING_SUMS = ("expert_tokens", "router_recorded", "router_changed")
 
 
 def forward_backward(
@@ -105,7 +107,7 @@ def weighted_loss(
     if algorithm.entropy_coef:
         per_token = per_token - algorithm.entropy_coef * entropy
     weights = flat(rollouts, "weights").to(logprobs.device)
-    if taken := indicators.keys() & {*metrics, *OWN_SUMS}:
+    if taken := indicators.keys() & ({*metrics, *FIELDS, *OWN_SUMS, *ROUTING_SUMS} - OF_LOSSES):
         raise ValueError(
             f"algorithm.loss: {algorithm.loss} returned an indicator {min(taken)}, which is a metric already; rename it"
         )

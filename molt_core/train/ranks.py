@@ -81,6 +81,7 @@ class Rank:
             world_size=trainer.world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
+        dist.barrier()  # NCCL's first call has to be every rank's, and a refit's may be of some
         self.load_models()
         model = next(iter(self.stepped.values()))
         return model.data_rank, model.data_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.canary import with_canaries
@@ -9,7 +11,7 @@ from harness.expand import expand
 from harness.run_folder import RunFolder
 from harness.spec import load
 from harness.submit import submit
-from molt_core.config import load_run_config
+from molt_core.config import RunConfig, load_run_config
 from tests.harness.test_spec import write
 
 
@@ -40,3 +42,17 @@ def test_it_is_short_evaluates_and_saves_and_its_configuration_is_a_valid_one(ex
     assert (config.loop.steps, config.evaluation.every) == (3, 3)
     assert [step for step in range(1, 4) if config.saves_after(step)] == [2]
     assert folder.run["command"][2] == "molt_core.train"
+
+
+def test_it_fits_a_warm_up_that_is_longer_than_itself(expansion):
+    (first, *_) = expansion.replicates
+    config = first.config
+    longer = {
+        "optimizer": {**config.optimizer.model_dump(), "warmup_steps": 5, "schedule": "cosine"},
+        "algorithm": {**config.algorithm.model_dump(), "advantage": "gae"},
+        "critic": {"warmup_steps": 5, "placement": "separate"},
+        "loop": {**config.loop.model_dump(), "steps": 20},
+    }
+    run = replace(first, config=RunConfig.model_validate({**config.model_dump(), **longer}))
+    found = with_canaries(replace(expansion, runs=(run,))).runs[0].config
+    assert (found.loop.steps, found.optimizer.warmup_steps, found.critic.warmup_steps) == (3, 2, 2)

@@ -1,5 +1,6 @@
 """Collation: which token a log-probability belongs to, padding that changes nothing, images in row order."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -94,3 +95,14 @@ def test_text_goes_on_one_past_the_largest_position_of_an_image():
 def test_text_rows_have_no_patches(rows):
     batch = collate(rows)
     assert batch.patches is None and batch.grid_thw is None and batch.image_positions is None
+
+
+def test_a_picture_that_samples_of_a_prompt_share_is_read_once_also_after_a_journey():
+    """What holds it is another object in every sample; the patches are one, and stay one where they are pickled together."""
+    patches = np.zeros((16, 4), np.float32)
+    picture = ImageInput(None, patches, (1, 4, 4), start=1, length=4)
+    rows = [replace(trajectory(prompt=6, actions=2), images=(replace(picture),)) for _ in range(3)]
+    for given in (rows, pickle.loads(pickle.dumps(rows))):
+        batch = collate(given)
+        assert batch.grid_thw.tolist() == [[1, 4, 4]] and batch.patches.shape == (16, 4)
+        assert batch.feature_index.tolist() == [0, 1, 2, 3] * 3

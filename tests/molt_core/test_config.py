@@ -10,7 +10,7 @@ from molt_core.algo.config import (
     AlgorithmConfig,
     KLConfig,
 )
-from molt_core.config import RunConfig
+from molt_core.config import RunConfig, load_run_config
 
 BASE = {"model": {"builtin": "tiny-qwen3-vl-moe"}, "task": {"source": "shapes"}}
 
@@ -170,8 +170,10 @@ def test_another_trainer_may_have_a_critic_in_processes_of_its_own():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"optimizer": {"warmup_steps": 9}, "loop": {"steps": 9}}, "is never over in loop.steps 9"),
-        ({"model": {"max_length": 8}}, "leaves no prompt room in model.max_length 8"),
+        (
+            {"optimizer": {"warmup_steps": 9, "schedule": "cosine"}, "loop": {"steps": 9}},
+            "cosine never begins: optimizer.warmup_steps is 9 of loop.steps 9",
+        ),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "less than 1"),
     ],
 )
@@ -242,15 +244,15 @@ def test_an_unknown_key_is_refused():
     refused({"loop": {"max_stalenes": 1}}, "max_stalenes")
 
 
-EVERY = {"evaluation": {"every": 20}, "probe": {"every": 10}}
+EVERY = {"loop": {"steps": 50}, "evaluation": {"every": 20}, "probe": {"every": 10}}
 CRITIC = {"algorithm": {"advantage": "gae"}, "critic": {}}
 
 
 @pytest.mark.parametrize(
     ("best", "every", "more", "said"),
     [
-        ("eval_reward_mean", 30, {}, "every 20 steps; set checkpoint.every_steps to a multiple"),
-        ("mismatch_p99", 25, {}, "every 10 steps; set checkpoint.every_steps to a multiple"),
+        ("eval_reward_mean", 30, {}, "every 20 steps, and no checkpoint before the last of 50"),
+        ("mismatch_p99", 25, {}, "every 10 steps, and no checkpoint before the last of 50"),
         ("acuracy", 20, {}, "no number that a run records"),
         ("eval_reward_maen", 20, {}, "e.g. eval_reward_mean"),
         ("phase", 20, {}, "no number"),
@@ -290,3 +292,12 @@ def test_replaying_routes_that_no_engine_records_is_refused_before_the_run():
     replayed = {"model": BASE["model"] | {"routing_replay": True}}
     refused(replayed | {"engine": {"prefix_caching": False}}, "set engine.prefix_caching: true")
     RunConfig.model_validate(BASE | replayed)
+
+
+def test_a_key_that_comes_in_by_a_merge_and_is_overridden_is_given_once(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: {builtin: tiny-qwen3-vl-moe}\ntask:\n  source: shapes\n  variant:\n"
+        "    <<: {<<: {colors: 3, squares: 2}, squares: 4}\n    colors: 5\n"
+    )
+    assert load_run_config(file).task.variant == {"colors": 5, "squares": 4}

@@ -1,6 +1,7 @@
 """One group of episodes without vLLM: what its agents leave open or do wrong, and what the books say of it."""
 
 import asyncio
+import sys
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -15,7 +16,7 @@ from molt_core.metrics import RewardSums
 from molt_core.rollout.engine import EngineError, Sampled
 from molt_core.rollout.pool import Pool
 from molt_core.rollout.waves import Waves
-from molt_core.rollout.worker import RolloutWorker
+from molt_core.rollout.worker import RolloutWorker, task_without_exit
 from molt_core.types import Group, Prompt
 
 CONFIG = RunConfig.model_validate(
@@ -243,3 +244,23 @@ def test_a_cancellation_that_is_not_the_agent_s_is_no_failure_of_it():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancelled())
+
+
+def test_an_exit_in_a_task_beside_a_call_loses_one_rollout_and_not_the_loop():
+    """asyncio ends its loop for a SystemExit in any task, and with it every other episode of the actor."""
+
+    class Agent:
+        async def run(self, context) -> Result:
+            async def tool():
+                sys.exit("no such file")
+
+            await asyncio.gather(context.generate([1, 2]), tool())
+            return Result(1.0)
+
+    async def play() -> Group:
+        asyncio.get_running_loop().set_task_factory(task_without_exit)
+        return await group_of(Agent(), Engine())
+
+    group = asyncio.run(play())
+    assert [rollout.status for rollout in group.rollouts] == ["agent_error"] * 2
+    assert "sys.exit('no such file')" in group.error

@@ -203,6 +203,11 @@ def our_name(tokens, config):
     return tokens.advantages * tokens.logprobs, {"entropy": tokens.advantages}
 
 
+@register_loss("a_field")
+def a_field(tokens, config):
+    return tokens.advantages * tokens.logprobs, {"step": tokens.advantages}
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
@@ -210,6 +215,7 @@ def our_name(tokens, config):
         ("one_column", r"one_column returned loss of shape \[3, 1\]"),
         ("a_share", r"a_share returned share of shape \[\]"),
         ("our_name", "our_name returned an indicator entropy, which is a metric already"),
+        ("a_field", "a_field returned an indicator step, which is a metric already"),
     ],
 )
 def test_what_a_users_loss_gets_wrong_is_named(loss, said):

@@ -130,3 +130,19 @@ def test_a_name_cannot_be_taken_twice():
     registry.register("mine")(lambda tokens, config: 1)
     with pytest.raises(ValueError, match="'mine' is registered already"):
         registry.register("mine")(lambda tokens, config: 2)
+
+
+def test_one_file_cannot_give_one_name_twice(tmp_path):
+    body = """
+        from molt_core.algo.losses import register_loss
+
+        @register_loss("copied")
+        def first(tokens, config):
+            return 1, {}
+
+        @register_loss("copied")
+        def second(tokens, config):
+            return 2, {}
+        """
+    with pytest.raises(ValueError, match="'copied' is registered already, by .*twice.py"):
+        load_plugins([write(tmp_path / "twice.py", body)])
