@@ -18,7 +18,7 @@ from tests.harness.trainer_cases import (
     rescaled_checkpoint,
     token_logprobs,
 )
-from tests.molt_core.test_worker import batch, frozen, on_policy, rollouts_of, score_of, step
+from tests.molt_core.test_worker import batch, logprobs, on_policy, rollouts_of, score_of, step
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ def test_the_reference_is_the_initial_policy_and_stays_it_while_the_policy_moves
     rank = start(kl={"coef": 0.1})
     found = on_policy(rank, batch(tiny_checkpoint))
     expected = by_transformers(tiny_checkpoint, rank, found)
-    first = frozen(rank, found)["reference"]
+    first = logprobs(rank, found)["reference"]
     np.testing.assert_allclose(first, expected, rtol=0, atol=1e-5)
     assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] == pytest.approx(0, abs=1e-5)
-    assert np.array_equal(frozen(rank, found)["reference"], first)
+    assert np.array_equal(logprobs(rank, found)["reference"], first)
     assert np.abs(score_of(rank, found) - expected).max() > 1e-3
     assert step(rank, rollouts_of(rank, found)).sums["kl_reference"] > 1e-4
 
@@ -100,7 +100,7 @@ def test_the_teacher_is_another_policy_and_distillation_moves_towards_it(
     expected = by_transformers(teacher, rank, found)
     distances = []
     for _ in range(8):
-        np.testing.assert_allclose(frozen(rank, found)["teacher"], expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(logprobs(rank, found)["teacher"], expected, rtol=0, atol=1e-5)
         rollouts = rollouts_of(rank, on_policy(rank, found))
         distances.append(sum(float(abs(r.advantages).sum()) for r in rollouts))
         step(rank, rollouts)
