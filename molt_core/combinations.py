@@ -10,12 +10,7 @@ from difflib import get_close_matches
 from math import lcm
 from typing import TYPE_CHECKING
 
-from molt_core.algo.config import (
-    BUILT_IN_WITHOUT_CRITIC,
-    ESTIMATORS,
-    GROUP_ESTIMATORS,
-    LOSSES,
-)
+from molt_core.algo.config import BUILT_IN_WITHOUT_CRITIC, ESTIMATORS, GROUP_ESTIMATORS, LOSSES
 from molt_core.fields import FIELDS, NUMBERS, steps_between
 
 if TYPE_CHECKING:

@@ -81,14 +81,14 @@ class RolloutConfig(Strict):
     )
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Strict):
     """One frozen AdamW specification, read by every backend."""
 
     lr: float = Field(1e-3, ge=0)
-    betas: tuple[
-        Annotated[float, Field(ge=0, lt=1)],
-        Annotated[float, Field(ge=0, lt=1)],
-    ] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     decay_filter: Literal["matrices", "all"] = Field(

@@ -161,10 +161,6 @@ class Trajectory:
         return int(self.action_mask.sum())
 
     @property
-    def oldest_version(self) -> int:
-        return int(self.versions[self.action_mask].min())
-
-    @property
     def tokens_across_refit(self) -> int:
         """Action tokens sampled under a newer policy than the trajectory's first action."""
         versions = self.versions[self.action_mask]

@@ -14,12 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from molt_core.algo.advantages import (
-    RolloutTokens,
-    advantages,
-    lambda_returns,
-    rollout_tokens,
-)
+from molt_core.algo.advantages import RolloutTokens, advantages, lambda_returns, rollout_tokens
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.types import Batch, Trajectory
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import ray
 from pydantic import ValidationError
@@ -56,6 +58,9 @@ REASONS = {
     PlacementError: "CONFIG",
     ray.exceptions.RayActorError: "WORKER_DIED",
 }
+
+MAY_CHANGE = {"loop": {"steps"}} | dict.fromkeys(("checkpoint", "engine", "trainer"), True)
+"""Settings with which a run may go on that it did not begin with: its length, what is kept of it, and where it is computed."""
 
 EXIT_STOPPED = 4
 """Told to save and stop: the state is on disk, the run is not at its end."""
@@ -132,6 +137,27 @@ def check_names(config: RunConfig) -> None:
     check_prompts(config.task)
 
 
+def take(run_dir: Path, config: RunConfig) -> IO[str]:
+    """Hold ``run_dir`` as long as the result is open, and keep there what its run is.
+
+    Raises ValueError where another process has it, or it is another run's: all but MAY_CHANGE must be as it was.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held = open(run_dir / "train.lock", "w")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--run-dir {run_dir}: another process trains there") from None
+    record, this = run_dir / "settings.json", config.model_dump(mode="json", exclude=MAY_CHANGE)
+    before = json.loads(record.read_text()) if record.exists() else this
+    if changed := sorted(key for key in this if this[key] != before.get(key)):
+        raise ValueError(
+            f"--run-dir {run_dir} holds a run with another {', '.join(changed)}: give another folder, or its settings"
+        )
+    record.write_text(json.dumps(this, indent=2) + "\n")
+    return held
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m molt_core.train", description=(__doc__ or "").split("\n\n")[1]
@@ -148,12 +174,14 @@ def main(argv: list[str] | None = None) -> int:
     run_dir = arguments.run_dir
     try:
         config = load_run_config(arguments.config)
-        if is_finished(run_dir, config.loop.steps):
-            print(f"finished already: the trained policy is {run_dir / POLICY}")
-            return 0
         check_names(config)
         policy = initial_policy(config, arguments.checkpoint)
         check_images_are_read(config, policy)
+        # Whoever counts attempts has the folder already.
+        held = take(run_dir, config) if arguments.attempt is None else None
+        if is_finished(run_dir, config.loop.steps):
+            print(f"finished already: the trained policy is {run_dir / POLICY}")
+            return 0
     except (ValidationError, ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2
@@ -176,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
         return 3
     finally:
         ray.shutdown()
+        if held is not None:
+            held.close()
     if not finished:
         print(f"stopped as it was told, its state saved in {writer.checkpoints}", flush=True)
         return EXIT_STOPPED

@@ -22,12 +22,7 @@ from molt_core.algo.aggregation import WeightedRollout
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.algo.registry import load_plugins
 from molt_core.config import ModelConfig, RunConfig
-from molt_core.models.load import (
-    atomic_folder,
-    check_same_tokens,
-    excluded_token_ids,
-    save_policy,
-)
+from molt_core.models.load import atomic_folder, check_same_tokens, excluded_token_ids, save_policy
 from molt_core.rollout import refit
 from molt_core.train.backend import TrainBackend, backend_class, can_step
 from molt_core.train.critic import CriticGroup, CriticRank

@@ -57,7 +57,6 @@ def test_an_observation_between_turns_is_not_an_action():
         turns=(Turn(1, 3, {}, 0, "stop"), Turn(4, 5, {}, 1, "length")),
     )
     assert row.action_tokens == 3
-    assert row.oldest_version == 4
     assert row.tokens_across_refit == 1
 
 

@@ -10,6 +10,8 @@ import ray
 import yaml
 from PIL import Image
 
+from molt_core.algo.config import AlgorithmConfig
+from molt_core.config import load_run_config
 from molt_core.data import DataError
 from molt_core.divergence import Diverged
 from molt_core.metrics import RunWriter, attempts_made
@@ -175,6 +177,19 @@ def test_a_finished_run_is_left_as_it_is(run, tmp_path, capsys, steps, begins):
         f"finished already: the trained policy is {writer.policy_folder}" in capsys.readouterr().out
     )
     assert finished is not begins
+
+
+def test_a_folder_is_one_runs_and_one_process_s_at_a_time(tmp_path):
+    config = load_run_config(EXAMPLE)
+    longer = config.model_copy(update={"loop": config.loop.model_copy(update={"steps": 500})})
+    held = command_line.take(tmp_path, config)
+    with pytest.raises(ValueError, match="another process trains there"):
+        command_line.take(tmp_path, config)
+    held.close()
+    command_line.take(tmp_path, longer).close()
+    other = config.model_copy(update={"seed": 1, "algorithm": AlgorithmConfig(loss="gspo")})
+    with pytest.raises(ValueError, match="a run with another algorithm, seed: give another folder"):
+        command_line.take(tmp_path, other)
 
 
 def test_attempts_are_counted_by_their_folders(tmp_path):
