@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from molt_core.algo.config import AlgorithmConfig
 from molt_core.combinations import CHECKS
@@ -321,9 +321,16 @@ class _KeysOnce(yaml.SafeLoader):
 
 
 def load_run_config(path: str | Path) -> RunConfig:
-    """Read a resolved run configuration. Raises ValueError, pydantic's own where a key is at fault."""
+    """Read a resolved run configuration. Raises ValueError with a line for each key at fault."""
     try:
         data = yaml.load(Path(path).read_text(), _KeysOnce)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not YAML: {error}") from error
-    return RunConfig.model_validate(data)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        said = (
+            (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))
+            for e in error.errors()
+        )
+        raise ValueError("\n".join(": ".join(filter(None, line)) for line in said)) from error

@@ -156,6 +156,7 @@ def _write_shard(
     shard: dict[str, torch.Tensor], folder: Path, number: int
 ) -> tuple[list[str], int]:
     save_file(shard, folder / _part(number), metadata={"format": "pt"})
+    (folder / _part(number)).chmod(0o644)  # as the files beside it
     return list(shard), _bytes(shard)
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import IO
 
 import ray
-from pydantic import ValidationError
 
 from molt_core.agents.load import agent_class
 from molt_core.algo.advantages import advantage_function
@@ -182,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_finished(run_dir, config.loop.steps):
             print(f"finished already: the trained policy is {run_dir / POLICY}")
             return 0
-    except (ValidationError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"{arguments.config}: {error}", file=sys.stderr)
         return 2
     attempt = arguments.attempt or attempts_made(run_dir) + 1
