@@ -33,8 +33,9 @@ EXCLUDED_BIAS = -100.0
 DEAD_AFTER_S = 1.0
 """How often it is looked whether vLLM's process, which owes an answer, still lives."""
 
-RENDERED_KEPT = 32
-"""Prompts kept with their processed images, tens of MiB each: the samples of a group ask for theirs one after another."""
+RENDERED_TOKENS = 2**16
+"""Prompts are kept with their processed images, a few KiB a token, up to so many tokens at full length, and 32 at least: the
+samples of a group ask for theirs one after another, and probes and evaluations come back to the held-out ones."""
 
 
 class EngineError(RuntimeError):
@@ -160,7 +161,7 @@ class Engine:
         self._eos_id = eos_id
         self._excluded = {int(token): EXCLUDED_BIAS for token in excluded_ids}
         self._requests = 0
-        self._rendered = lru_cache(RENDERED_KEPT)(self._render)
+        self._rendered = lru_cache(max(32, RENDERED_TOKENS // model.max_length))(self._render)
         self._expert_layers = expert_layers(checkpoint) if model.routing_replay else ()
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
