@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-import re
-import runpy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +10,8 @@ import numpy as np
 import pytest
 import ray
 import torch
-import torch.distributed as dist
 
-import molt_core
 from molt_core.algo.aggregation import WeightedRollout, weighted_rollouts
-from molt_core.algo.registry import load_plugins
 from molt_core.config import RunConfig
 from molt_core.train.critic import CriticGroup
 from molt_core.train.fsdp2 import FSDP2Model
@@ -26,38 +21,11 @@ from molt_core.train.split import shares
 from molt_core.train.worker import TrainerGroup, TrainerRank
 from molt_core.types import Batch, ContractError, Group, NotFinite, Rollout
 from tests.harness.trainer_cases import (
-    free_port,
     given_out,
     rescaled_checkpoint,
     trajectories,
 )
 from tests.molt_core.make import weighted
-
-
-@pytest.fixture
-def start(tiny_checkpoint):
-    """Starts ranks of world size 1, one after the other, each with its own process group."""
-    torch.set_num_threads(1)
-
-    def start(critic: dict | None = None, **algorithm) -> TrainerRank:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        config = RunConfig.model_validate(
-            {
-                "model": {"builtin": "tiny-qwen3-vl-moe"},
-                "task": {"source": "shapes"},
-                "algorithm": algorithm,
-                "critic": critic,
-                "trainer": {"micro_batch_rows": 3},
-                "loop": {"max_staleness": 0},
-            }
-        )
-        rank = TrainerRank(0, config, tiny_checkpoint)
-        rank.start("127.0.0.1", free_port())
-        return rank
-
-    yield start
-    dist.destroy_process_group()
 
 
 def batch(checkpoint: Path) -> Batch:
@@ -105,17 +73,6 @@ def rollouts_of(rank: TrainerRank, batch: Batch) -> list[WeightedRollout]:
 def score_of(rank: TrainerRank, batch: Batch) -> np.ndarray:
     rows = [segment for group in batch.groups for segment in group.segments]
     return np.concatenate(row_logprobs(rank.backend, rows, rank.distribution))
-
-
-def python_blocks() -> list[str]:
-    """The code that molt_core/README.md shows: what it says must run."""
-    text = (Path(molt_core.__file__).parent / "README.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
-def write(file: Path, text: str) -> str:
-    file.write_text(text)
-    return str(file)
 
 
 def step(rank: TrainerRank, rollouts: list[WeightedRollout]):
@@ -381,33 +338,3 @@ def test_a_policy_on_hold_is_measured_and_not_stepped(start, tiny_checkpoint):
     assert not result.stepped and result.grad_norm > 0
     assert equal(weights(rank), before)
     assert step(rank, rollouts).stepped
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory) -> str:
-    """The documented one, in one file: a name belongs to the file that registered it."""
-    return write(tmp_path_factory.mktemp("plugin") / "mine.py", python_blocks()[0])
-
-
-def test_an_estimator_and_a_loss_from_one_outside_file_train_a_policy(
-    start, tiny_checkpoint, plugin
-):
-    rank = start(plugins=[plugin], advantage="median_baseline", loss="half_down", correction="off")
-    found = batch(tiny_checkpoint)
-    rollouts = rollouts_of(rank, found)
-    # Rewards are 0 or 1 and groups have three rollouts: the median is the majority's reward.
-    assert {float(a) for r in rollouts for a in r.advantages} <= {-1.0, 0.0, 1.0}
-    down = sum(int((r.advantages < 0).sum()) for r in rollouts)
-    before = score_of(rank, found)
-    results = [step(rank, rollouts) for _ in range(5)]
-    assert results[0].sums["pushed_down_fraction"] == down
-    assert all(result.stepped for result in results)
-    moved = score_of(rank, found) - before
-    assert float((moved * np.concatenate([r.advantages for r in rollouts])).sum()) > 0.1
-
-
-def test_the_documented_test_of_the_documented_estimator_passes(plugin, tmp_path):
-    load_plugins([plugin])
-    runpy.run_path(write(tmp_path / "test_mine.py", python_blocks()[1]))[
-        "test_the_baseline_is_the_group_s_median"
-    ]()
